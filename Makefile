@@ -2,16 +2,89 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+KVPOOL := $(BIN)/kvpool
+JOBS ?= $(shell nproc)
+
+NATIVE_SOURCES := $(shell find include src cmake python/bindings -type f) CMakeLists.txt pyproject.toml
+CPP_FILES = $(shell git ls-files '*.h' '*.cpp')
+
+.DEFAULT_GOAL := help
+.PHONY: help
+help: ## what there is to make
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1|/' | column -t -s '|'
+
+.PHONY: demo
+demo: build model ## a real model answers a prompt through the block pool, next to mlx-lm's own cache
+	$(KVPOOL) generate --model smollm2 --compare-stock --max-tokens 80 \
+	  --prompt "What is a key-value cache in a language model? Answer in two sentences."
+
+.PHONY: test
+test: test-cpp test-python ## every test: C++, Python, and the real models that are prepared
+
+.PHONY: test-cpp
+test-cpp: system-test ## the C++ tests, an install test among them
+	cmake --preset dev >build/dev-configure.log 2>&1 || { cat build/dev-configure.log; exit 1; }
+	cmake --build --preset dev -j $(JOBS)
+	ctest --preset dev
+
+.PHONY: test-python
+test-python: build model ## the Python tests
+	$(BIN)/python -m pytest
 
 .PHONY: build
-build: $(VENV)/.built
+build: $(VENV)/.built ## the virtual environment with kvpool in it, editable
 
-$(VENV)/.deps: requirements-dev.txt pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check -r requirements-dev.txt \
-	  "mlx[cpu]==0.32.4" "mlx-lm==0.32.2" "rich>=13" "gguf>=0.17"
-	touch $@
+.PHONY: model
+model: build ## the demo's model, prepared once
+	@$(KVPOOL) model path smollm2 >/dev/null 2>&1 || $(KVPOOL) model fetch smollm2
 
-$(VENV)/.built: $(VENV)/.deps $(shell find src include python cmake CMakeLists.txt -type f)
-	$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
-	touch $@
+.PHONY: sanitize
+sanitize: system-test ## the C++ tests under AddressSanitizer, UBSan and ThreadSanitizer
+	cmake --preset asan && cmake --build --preset asan -j $(JOBS) && ctest --preset asan
+	cmake --preset tsan && cmake --build --preset tsan -j $(JOBS) && ctest --preset tsan
+
+.PHONY: fuzz
+fuzz: ## a short run of each fuzz target
+	scripts/system_packages.sh build fuzz
+	cmake --preset fuzz && cmake --build --preset fuzz -j $(JOBS) && ctest --preset fuzz
+
+.PHONY: lint
+lint: $(VENV)/.deps ## formats, lint, types, layers
+	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	scripts/check_layers.py
+
+.PHONY: tidy
+tidy: $(VENV)/.deps system-test ## clang-tidy over the library
+	cmake --preset dev >/dev/null
+	git ls-files 'src/*.cpp' | xargs -P $(JOBS) -n 1 $(BIN)/clang-tidy -p build/dev --quiet
+
+.PHONY: format
+format: $(VENV)/.deps ## rewrite the sources in the project's format
+	$(BIN)/clang-format -i $(CPP_FILES)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+.PHONY: clean
+clean: ## remove what was built; models are kept
+	rm -rf build $(VENV) dist
+
+.PHONY: system-build system-test
+system-build:
+	@scripts/system_packages.sh build
+system-test:
+	@scripts/system_packages.sh build test
+	@mkdir -p build
+
+$(VENV)/.deps: requirements-dev.txt pyproject.toml | system-build
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing the Python packages into $(VENV)"
+	@$(PIP) install -r requirements-dev.txt
+	@touch $@
+
+$(VENV)/.built: $(VENV)/.deps $(NATIVE_SOURCES)
+	@echo "Building kvpool"
+	@$(PIP) install --no-build-isolation --no-deps --editable .
+	@touch $@
