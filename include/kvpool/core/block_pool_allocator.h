@@ -59,7 +59,8 @@ class BlockPoolAllocator {
   /// Marks `owner` active. Throws OwnerAlreadyActive where it has blocks or is registered. An
   /// explicit registration lasts until release_owner or free_all.
   void register_owner(OwnerId owner);
-  /// Clears a registration. Silent for an unknown owner; throws where the owner still has blocks.
+  /// Clears a registration and any reservation. Silent for an unknown owner; throws where the owner
+  /// still has blocks.
   void release_owner(OwnerId owner);
   /// Has blocks, a registration or a reservation.
   bool is_active(OwnerId owner) const;
@@ -77,12 +78,9 @@ class BlockPoolAllocator {
                                                      std::int64_t copies = 1);
   /// The same for keys and values together: both or neither. Without separate_kv both runs come
   /// from the one list.
-  [[nodiscard]] std::optional<Shortage> try_allocate_kv(std::int64_t n_tokens, OwnerId owner,
-                                                        FormatTag key_format,
-                                                        FormatTag value_format,
-                                                        std::span<BlockHandle> keys,
-                                                        std::span<BlockHandle> values,
-                                                        std::int64_t copies = 1);
+  [[nodiscard]] std::optional<Shortage> try_allocate_kv(
+      std::int64_t n_tokens, OwnerId owner, FormatTag key_format, FormatTag value_format,
+      std::span<BlockHandle> keys, std::span<BlockHandle> values, std::int64_t copies = 1);
   /// Throws BlockPoolExhausted where try_allocate returns a shortage.
   std::vector<BlockHandle> allocate(Stream stream, std::int64_t n_tokens, OwnerId owner,
                                     FormatTag format = {}, std::int64_t copies = 1);
@@ -101,8 +99,8 @@ class BlockPoolAllocator {
   /// Gives `new_owner`, which must hold no blocks, a reference to each block of `owner`, in the
   /// owner's order. No block leaves the free list.
   std::vector<BlockHandle> fork(OwnerId owner, OwnerId new_owner);
-  /// Makes `block` the caller's alone: itself where it has one reference, otherwise a fresh block of
-  /// the same stream, format and fill that takes its place in the owner's order while the old
+  /// Makes `block` the caller's alone: itself where it has one reference, otherwise a fresh block
+  /// of the same stream, format and fill that takes its place in the owner's order while the old
   /// reference is dropped. Copying the bytes is the storage's part.
   [[nodiscard]] std::optional<Shortage> try_writable(const BlockHandle& block, BlockHandle& out);
 

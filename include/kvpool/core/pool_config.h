@@ -7,9 +7,14 @@ namespace kvpool::core {
 
 /// Sizing and behaviour of a BlockPoolAllocator.
 struct PoolConfig {
-  /// Token slots in a block, >= 1.
+  /// Token slots of all blocks are counted in 64 bits.
+  static constexpr std::int64_t kMaxBlockSize = 0x7fff'ffff;
+  static constexpr std::int64_t kMaxBlocks = 0x7fff'ffff;
+
+  /// Token slots in a block, 1..kMaxBlockSize.
   std::int64_t block_size = 16;
-  /// Blocks managed at the start over all streams, >= 1. With separate_kv, keys get the odd one.
+  /// Blocks managed at the start over all streams, 1..kMaxBlocks. With separate_kv, keys get the
+  /// odd one.
   std::int64_t n_blocks = 1024;
   /// Keys and values draw on free lists of their own; otherwise one list backs both.
   bool separate_kv = true;

@@ -1,0 +1,69 @@
+#include "kvpool/base/fork_guard.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <functional>
+#include <mutex>
+#include <system_error>
+#include <vector>
+
+namespace kvpool {
+
+namespace {
+
+struct Entry {
+  AdaptiveLock* lock;
+  int level;
+};
+
+// The library's one global. Never destroyed, so that guards of static lifetime may outlast it.
+struct Registry {
+  AdaptiveLock lock;  // taken before any registered lock, never while one is held
+  std::uint64_t last_id = 0;
+  std::vector<Entry> entries;  // in the order in which fork takes them
+};
+
+Registry& registry();
+
+void before_fork() {
+  registry().lock.lock();
+  for (const Entry& entry : registry().entries) entry.lock->lock();
+}
+
+void after_fork() {
+  for (const Entry& entry : registry().entries) entry.lock->unlock();
+  registry().lock.unlock();
+}
+
+Registry& registry() {
+  static Registry& instance = []() -> Registry& {
+    if (const int error = pthread_atfork(before_fork, after_fork, after_fork)) {
+      throw std::system_error(error, std::generic_category(), "[ForkGuard] pthread_atfork");
+    }
+    return *new Registry;
+  }();
+  return instance;
+}
+
+}  // namespace
+
+ForkGuard::ForkGuard(AdaptiveLock& lock, int level) : lock_(lock) {
+  Registry& all = registry();
+  std::lock_guard guard(all.lock);
+  const auto before = [](const Entry& a, const Entry& b) {
+    return a.level != b.level ? a.level > b.level : std::less<>()(a.lock, b.lock);
+  };
+  const Entry entry{&lock, level};
+  all.entries.insert(std::upper_bound(all.entries.begin(), all.entries.end(), entry, before),
+                     entry);
+  id_ = ++all.last_id;
+}
+
+ForkGuard::~ForkGuard() {
+  Registry& all = registry();
+  std::lock_guard guard(all.lock);
+  std::erase_if(all.entries, [this](const Entry& entry) { return entry.lock == &lock_; });
+}
+
+}  // namespace kvpool

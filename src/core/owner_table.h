@@ -1,0 +1,83 @@
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "block_record.h"
+#include "block_table.h"
+#include "kvpool/base/ids.h"
+
+namespace kvpool::core {
+
+/// The references of one owner to blocks of one stream, and what it may still draw.
+struct OwnerList {
+  Reference head = kNoReference;
+  Reference tail = kNoReference;
+  std::uint32_t count = 0;
+  std::uint32_t reserved = 0;
+};
+
+/// An active owner: one with blocks, a registration or a reservation.
+struct OwnerRecord {
+  OwnerId id = 0;
+  /// References of a checkout with a lower serial are not this owner's, whatever their records say.
+  /// The highest value while the slot is free.
+  std::uint64_t first_serial = std::numeric_limits<std::uint64_t>::max();
+  OwnerList lists[BlockTable::kListCount];
+  /// Over its blocks; kept only while `shares` is false.
+  std::int64_t fragmented = 0;
+  std::int64_t unused_slots = 0;
+  /// Registered by register_owner: outlives the last block.
+  bool registered = false;
+  /// May have extra references or blocks that others refer to, since a fork.
+  bool shares = false;
+
+  std::int64_t count() const noexcept { return std::int64_t{lists[0].count} + lists[1].count; }
+  bool needed() const noexcept {
+    return registered || (lists[0].count | lists[1].count | lists[0].reserved | lists[1].reserved);
+  }
+};
+
+/// Active owners by id: an open-addressing map from id to slot with linear probing.
+class OwnerTable {
+ public:
+  OwnerTable();
+
+  OwnerRecord& operator[](std::uint32_t slot) noexcept { return slots_[slot]; }
+  const OwnerRecord& operator[](std::uint32_t slot) const noexcept { return slots_[slot]; }
+  /// Slots ever made, nobody's included.
+  std::size_t size() const noexcept { return slots_.size(); }
+  std::size_t active() const noexcept { return active_; }
+  bool is_active(std::uint32_t slot) const noexcept {
+    return slots_[slot].first_serial != std::numeric_limits<std::uint64_t>::max();
+  }
+
+  /// The slot of an active owner, kNoOwner for any other.
+  std::uint32_t find(OwnerId id) const noexcept {
+    if (slots_[last_].id == id && is_active(last_)) return last_;
+    return find_slowly(id);
+  }
+  /// Makes room for one more owner; add then cannot fail.
+  void make_room();
+  /// Makes an inactive owner active; `first_serial` is the next serial of the pool.
+  std::uint32_t add(OwnerId id, std::uint64_t first_serial) noexcept;
+  void remove(std::uint32_t slot) noexcept;
+
+ private:
+  std::size_t home(OwnerId id) const noexcept {
+    return (static_cast<std::uint64_t>(id) * 0x9e37'79b9'7f4a'7c15u) >> shift_;
+  }
+  std::uint32_t find_slowly(OwnerId id) const noexcept;
+  void put(std::uint32_t slot) noexcept;
+  void rehash(int log2_size);
+
+  std::vector<OwnerRecord> slots_;    // slot 0 is nobody's
+  std::vector<std::uint32_t> index_;  // slots by hash, kNoOwner where empty; at most half full
+  int shift_ = 0;                     // 64 - log2 of the index's size
+  std::uint32_t free_ = kNoOwner;     // threaded through lists[0].head
+  std::size_t active_ = 0;
+  mutable std::uint32_t last_ = kNoOwner;  // found or added last
+};
+
+}  // namespace kvpool::core

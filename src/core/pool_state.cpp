@@ -1,0 +1,226 @@
+#include "pool_state.h"
+
+namespace kvpool::core {
+
+namespace {
+
+std::string place(std::int64_t index) {
+  return index < 0 ? "block" : "blocks[" + std::to_string(index) + "]";
+}
+
+std::string describe(const BlockHandle& handle) {
+  return "(pool " + std::to_string(handle.pool) + ", id " + std::to_string(value(handle.id)) +
+         ", serial " + std::to_string(handle.serial) + ")";
+}
+
+}  // namespace
+
+BlockPoolAllocator::State::State(PoolConfig pool_config)
+    : config(pool_config), block_size(static_cast<std::uint32_t>(pool_config.block_size)) {
+  pool_id = fork_guard.id();
+  Demand initial;
+  initial.blocks[0] = config.separate_kv ? (config.n_blocks + 1) / 2 : config.n_blocks;
+  initial.blocks[1] = config.n_blocks - initial.blocks[0];
+  make_room(initial);
+  for (int list = 0; list < BlockTable::kListCount; ++list) {
+    blocks.mint(list, stream_of(list), initial.blocks[list]);
+  }
+  stats.n_blocks = config.n_blocks;
+}
+
+int BlockPoolAllocator::State::list_of(const char* call, Stream stream) const {
+  if (!config.separate_kv || stream == Stream::kKey) return 0;
+  if (stream == Stream::kValue) return 1;
+  throw InvalidArgument("[" + std::string(call) +
+                        "] stream must be k or v in a pool with separate_kv, got " +
+                        (stream == Stream::kShared ? std::string(name(stream))
+                                                   : std::to_string(static_cast<int>(stream))));
+}
+
+void BlockPoolAllocator::State::check_owner(const char* call, const char* argument,
+                                            OwnerId owner) const {
+  if (owner >= next_minted_owner && owner < kEndOfMintedOwners) {
+    throw InvalidArgument("[" + std::string(call) + "] " + argument + " " + std::to_string(owner) +
+                          " is kept for new_owner(), which has not returned it");
+  }
+}
+
+void BlockPoolAllocator::State::check_format(const char* call, FormatTag format) const {
+  if (!formats.contains(format)) {
+    throw InvalidArgument("[" + std::string(call) + "] format must be a tag of this pool, got " +
+                          std::to_string(static_cast<std::uint16_t>(format)));
+  }
+}
+
+BlockHandle BlockPoolAllocator::State::handle_of(Reference reference) const noexcept {
+  const std::uint32_t index = record_of(reference);
+  const BlockRecord& record = blocks[index];
+  BlockHandle handle{pool_id, record.serial, index, 0, BlockId{record.id}, record.stream};
+  if (is_extra(reference)) {
+    handle.serial = extras[slot_of(reference)].serial;
+    handle.reference = 1 + slot_of(reference);
+  }
+  return handle;
+}
+
+void BlockPoolAllocator::State::refuse(const char* call, const BlockHandle& handle,
+                                       std::int64_t index, const char* why) const {
+  throw InvalidArgument("[" + std::string(call) + "] " + place(index) + " " + describe(handle) +
+                        " " + why + " " + std::to_string(pool_id));
+}
+
+void BlockPoolAllocator::State::refuse_stale(const char* call, const BlockHandle& handle,
+                                             std::int64_t index) const {
+  refuse(call, handle, index, "is stale: its reference was given back to pool");
+}
+
+void BlockPoolAllocator::State::refuse_shared(const char* call, const BlockHandle& handle,
+                                              std::int64_t index) const {
+  refuse(call, handle, index, "has more than one reference (make it writable first) in pool");
+}
+
+// Serials rise from checkout to checkout of a record and of a slot, so a serial above the one
+// written there was never issued for it, and one below belongs to a reference that has ended.
+Reference BlockPoolAllocator::State::resolve_slowly(const char* call, const BlockHandle& handle,
+                                                    std::int64_t index) const {
+  if (handle.pool != pool_id) refuse(call, handle, index, "is not a block of pool");
+  const auto refuse_made = [&] { refuse(call, handle, index, "was not handed out by pool"); };
+  if (handle.serial == 0 || handle.serial > last_serial || handle.record >= blocks.size()) {
+    refuse_made();
+  }
+  const BlockRecord& record = blocks[handle.record];
+  // An earlier id is possible where the record has had one; a later one never.
+  const bool same_id = value(handle.id) == record.id && handle.stream == record.stream;
+  const bool earlier_id = record.recycled && value(handle.id) < record.id;
+  if (!same_id && !earlier_id) refuse_made();
+
+  if (handle.reference == 0) {
+    if (handle.serial > record.serial) refuse_made();
+    if (handle.serial < record.serial || !is_live(record)) return kNoReference;
+    if (!same_id) refuse_made();
+    return handle.record;
+  }
+  const std::uint32_t slot = handle.reference - 1;
+  if (slot >= extras.size()) refuse_made();
+  const ExtraReference& extra = extras[slot];
+  if (handle.serial > extra.serial) refuse_made();
+  if (handle.serial < extra.serial) return kNoReference;
+  if (handle.record != extra.record) refuse_made();
+  if (extra.links.owner == kNoOwner) return kNoReference;
+  if (!same_id) refuse_made();
+  return kExtraBit | slot;
+}
+
+void BlockPoolAllocator::State::drop(Reference reference, Notice& notice) noexcept {
+  const std::uint32_t index = record_of(reference);
+  BlockRecord& record = blocks[index];
+  const int list = record.stream == Stream::kValue ? 1 : 0;
+  Links& place = links(reference);
+  OwnerRecord& owner = owners[place.owner];
+  OwnerList& held = owner.lists[list];
+  (place.prev == kNoReference ? held.head : links(place.prev).next) = place.next;
+  (place.next == kNoReference ? held.tail : links(place.next).prev) = place.prev;
+  --held.count;
+  if (is_extra(reference)) {
+    extras.give_back(slot_of(reference));
+  } else {
+    place.owner = kNoOwner;
+  }
+  if (--record.references != 0) return;
+  count_fill(owner, record.n_used, -1);
+  ++stats.n_frees;
+  notice.add({BlockId{record.id}, index, record.serial});
+  blocks.push(list, index);
+}
+
+std::int64_t BlockPoolAllocator::State::headroom() const noexcept {
+  if (!config.grow_on_exhaustion) return 0;
+  std::int64_t room = blocks.mintable();
+  if (config.max_blocks) room = std::min(room, *config.max_blocks - blocks.managed());
+  return std::max<std::int64_t>(room, 0);
+}
+
+std::optional<Shortage> BlockPoolAllocator::State::plan(OwnerId owner, std::uint32_t owner_slot,
+                                                        const Demand& wanted,
+                                                        Demand& to_mint) const noexcept {
+  std::int64_t room = headroom();
+  for (int list = 0; list < BlockTable::kListCount; ++list) {
+    const std::int64_t free = free_for(list, owner_slot);
+    const std::int64_t missing = std::max<std::int64_t>(wanted.blocks[list] - free, 0);
+    if (missing > room) {
+      return Shortage{stream_of(list), owner, wanted.blocks[list], free + room,
+                      blocks.list(list).managed};
+    }
+    room -= missing;
+    to_mint.blocks[list] = missing;
+  }
+  return std::nullopt;
+}
+
+void BlockPoolAllocator::State::mint(const Demand& to_mint) noexcept {
+  for (int list = 0; list < BlockTable::kListCount; ++list) {
+    if (const std::int64_t n = to_mint.blocks[list]) {
+      blocks.mint(list, stream_of(list), n);
+      stats.n_blocks += n;
+      stats.n_grown += n;
+    }
+  }
+}
+
+std::optional<Shortage> BlockPoolAllocator::State::obtain(OwnerId owner, const Demand& wanted,
+                                                          std::uint32_t& owner_slot) {
+  owner_slot = owners.find(owner);
+  Demand to_mint;
+  if (auto shortage = plan(owner, owner_slot, wanted, to_mint)) {
+    note_exhausted();
+    return shortage;
+  }
+  make_room(to_mint);
+  if (owner_slot == kNoOwner) {
+    owners.make_room();
+    owner_slot = owners.add(owner, last_serial + 1);
+  }
+  mint(to_mint);
+  return std::nullopt;
+}
+
+std::uint32_t BlockPoolAllocator::State::take(int list, FormatTag format,
+                                              std::uint32_t n_used) noexcept {
+  FreeList& free = blocks.list(list);
+  const std::uint32_t index = free.top;
+  BlockRecord& record = blocks[index];
+  free.top = record.links.prev;
+  --free.count;
+  record.serial = ++last_serial;
+  record.references = 1;
+  record.n_used = n_used;
+  record.format = static_cast<std::uint16_t>(format);
+  stats.n_reused += record.ever_allocated;
+  record.ever_allocated = true;
+  return index;
+}
+
+void BlockPoolAllocator::State::take_runs(int list, std::uint32_t owner_slot, FormatTag format,
+                                          std::int64_t run, std::uint32_t last_used,
+                                          std::span<BlockHandle> out) noexcept {
+  OwnerRecord& owner = owners[owner_slot];
+  std::int64_t left = run;
+  for (BlockHandle& handle : out) {
+    const bool last = --left == 0;
+    const std::uint32_t n_used = last ? last_used : block_size;
+    if (last) {
+      left = run;
+      count_fill(owner, n_used, +1);
+    }
+    const std::uint32_t index = take(list, format, n_used);
+    blocks[index].links.owner = owner_slot;
+    append(owner, list, index);
+    handle = BlockHandle{
+        pool_id, last_serial, index, 0, BlockId{blocks[index].id}, blocks[index].stream};
+  }
+  const auto n = static_cast<std::int64_t>(out.size());
+  use_reserved(owner, list, n);
+  stats.n_allocations += n;
+}
+
+}  // namespace kvpool::core

@@ -1,0 +1,222 @@
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "block_record.h"
+#include "block_table.h"
+#include "format_names.h"
+#include "history_ring.h"
+#include "kvpool/base/adaptive_lock.h"
+#include "kvpool/base/error.h"
+#include "kvpool/base/fork_guard.h"
+#include "kvpool/core/block_pool_allocator.h"
+#include "notice.h"
+#include "owner_table.h"
+#include "reference_slab.h"
+
+namespace kvpool::core {
+
+/// The books behind a BlockPoolAllocator. Everything below `lock` is guarded by it; methods expect
+/// it held. A method either validates, makes room (and may throw) or changes the books (noexcept),
+/// and callers go in that order: that is how a failed call has changed nothing.
+///
+/// Who holds a block: an owner's list of one stream runs through links.prev/next of records and
+/// extra references, oldest first; a free list runs through links.prev of records. So an owner that
+/// shares nothing gives all its blocks back by hanging its lists on the free lists, whatever their
+/// length.
+struct BlockPoolAllocator::State {
+  explicit State(PoolConfig pool_config);
+
+  static constexpr OwnerId kFirstMintedOwner = std::numeric_limits<OwnerId>::min();
+  static constexpr OwnerId kEndOfMintedOwners = kFirstMintedOwner + (OwnerId{1} << 40);
+
+  // --- names -------------------------------------------------------------------------------------
+
+  /// The free list behind `stream`; throws where the pool has no such stream.
+  int list_of(const char* call, Stream stream) const;
+  Stream stream_of(int list) const noexcept {
+    if (!config.separate_kv) return Stream::kShared;
+    return list == 0 ? Stream::kKey : Stream::kValue;
+  }
+  void check_owner(const char* call, const char* argument, OwnerId owner) const;
+  void check_format(const char* call, FormatTag format) const;
+
+  // --- references --------------------------------------------------------------------------------
+
+  Links& links(Reference reference) noexcept {
+    return is_extra(reference) ? extras[slot_of(reference)].links : blocks[reference].links;
+  }
+  const Links& links(Reference reference) const noexcept {
+    return const_cast<State*>(this)->links(reference);
+  }
+  std::uint32_t record_of(Reference reference) const noexcept {
+    return is_extra(reference) ? extras[slot_of(reference)].record : reference;
+  }
+  /// Position among its owner's references over both streams.
+  std::uint64_t order_of(Reference reference) const noexcept {
+    return is_extra(reference) ? extras[slot_of(reference)].order : blocks[reference].serial;
+  }
+  bool is_live(const BlockRecord& record) const noexcept {
+    return record.serial >= owners[record.links.owner].first_serial;
+  }
+  BlockHandle handle_of(Reference reference) const noexcept;
+
+  /// The live reference behind `handle`, kNoReference for a stale one. Throws for a foreign one,
+  /// naming the argument (and its place in a list, where `index` >= 0).
+  Reference resolve(const char* call, const BlockHandle& handle, std::int64_t index = -1) const {
+    if (handle.pool == pool_id && handle.reference == 0 && handle.record < blocks.size()) {
+      const BlockRecord& record = blocks[handle.record];
+      if (record.serial == handle.serial && record.id == value(handle.id) &&
+          record.stream == handle.stream && is_live(record)) {
+        return handle.record;
+      }
+    }
+    return resolve_slowly(call, handle, index);
+  }
+  /// The same where stale handles are refused too.
+  Reference resolve_live(const char* call, const BlockHandle& handle,
+                         std::int64_t index = -1) const {
+    const Reference reference = resolve(call, handle, index);
+    if (reference == kNoReference) refuse_stale(call, handle, index);
+    return reference;
+  }
+
+  void append(OwnerRecord& owner, int list, Reference reference) noexcept {
+    OwnerList& held = owner.lists[list];
+    Links& place = links(reference);
+    place.prev = held.tail;
+    place.next = kNoReference;
+    (held.tail == kNoReference ? held.head : links(held.tail).next) = reference;
+    held.tail = reference;
+    ++held.count;
+  }
+  /// Drops a live reference; the block goes back when it was the last.
+  void drop(Reference reference, Notice& notice) noexcept;
+  /// Drops every reference of `owner` one by one.
+  void drop_each(OwnerRecord& owner, Notice& notice) noexcept;
+  /// Hands the lists of an owner that shares nothing to the free lists as they are; remove the
+  /// owner next.
+  void hand_over(OwnerRecord& owner, Notice& notice) noexcept;
+  /// Ends the owner's registration where nothing keeps it.
+  void retire_owner(std::uint32_t slot) noexcept {
+    if (!owners[slot].needed()) owners.remove(slot);
+  }
+
+  // --- sharing -----------------------------------------------------------------------------------
+
+  /// Which of two lists' heads (kNoReference at the end) comes first in their owner's order.
+  bool earlier(Reference a, Reference b) const noexcept {
+    return b == kNoReference || (a != kNoReference && order_of(a) < order_of(b));
+  }
+  /// Make room in `extras` first. The new reference belongs to nobody yet.
+  Reference add_extra(std::uint32_t record, std::uint64_t serial, std::uint64_t order) noexcept;
+  /// Gives `to` a reference to each block of `from`, in order; out.size() is their number.
+  void share_each(std::uint32_t from, std::uint32_t to, std::span<BlockHandle> out) noexcept;
+  /// Puts `copy` in the place of `shared`, which ends.
+  void replace(OwnerRecord& owner, int list, Reference shared, Reference copy) noexcept;
+
+  // --- taking blocks -----------------------------------------------------------------------------
+
+  /// Blocks wanted, and to be minted, of each list.
+  struct Demand {
+    std::int64_t blocks[BlockTable::kListCount] = {};
+  };
+  /// Blocks that the pool may still grow by.
+  std::int64_t headroom() const noexcept;
+  /// Free blocks of the list that are not reserved by others.
+  std::int64_t free_for(int list, std::uint32_t owner_slot) const noexcept {
+    const FreeList& free = blocks.list(list);
+    return free.count - free.reserved + owners[owner_slot].lists[list].reserved;
+  }
+  /// Decides, changing nothing, whether `owner` can have `wanted` (its reservation counted in), and
+  /// what must be minted.
+  std::optional<Shortage> plan(OwnerId owner, std::uint32_t owner_slot, const Demand& wanted,
+                               Demand& to_mint) const noexcept;
+  void make_room(const Demand& to_mint) { blocks.make_room(to_mint.blocks[0] + to_mint.blocks[1]); }
+  void mint(const Demand& to_mint) noexcept;
+  /// The whole of an allocation or reservation but its last part: on success there are enough free
+  /// blocks and `owner_slot` names the (active) owner; a shortage is on the books.
+  std::optional<Shortage> obtain(OwnerId owner, const Demand& wanted, std::uint32_t& owner_slot);
+  /// The slot of `owner`, active from now on; make room in `owners` first.
+  std::uint32_t activate(OwnerId owner) noexcept {
+    const std::uint32_t slot = owners.find(owner);
+    return slot != kNoOwner ? slot : owners.add(owner, last_serial + 1);
+  }
+  /// Takes the top block of the list; its own reference belongs to nobody yet.
+  std::uint32_t take(int list, FormatTag format, std::uint32_t n_used) noexcept;
+  /// Takes out.size() blocks in runs of `run`, of which the last holds `last_used` tokens.
+  void take_runs(int list, std::uint32_t owner_slot, FormatTag format, std::int64_t run,
+                 std::uint32_t last_used, std::span<BlockHandle> out) noexcept;
+  void set_reserved(OwnerRecord& owner, int list, std::int64_t n) noexcept {
+    blocks.list(list).reserved += n - owner.lists[list].reserved;
+    owner.lists[list].reserved = static_cast<std::uint32_t>(n);
+  }
+  void cancel_reservations(OwnerRecord& owner) noexcept {
+    for (int list = 0; list < BlockTable::kListCount; ++list) set_reserved(owner, list, 0);
+  }
+  void use_reserved(OwnerRecord& owner, int list, std::int64_t taken) noexcept {
+    if (const std::int64_t reserved = owner.lists[list].reserved) {
+      set_reserved(owner, list, std::max<std::int64_t>(reserved - taken, 0));
+    }
+  }
+
+  // --- fill --------------------------------------------------------------------------------------
+
+  bool is_fragmented(std::uint32_t n_used) const noexcept {
+    return n_used != 0 && n_used < block_size;
+  }
+  /// Moves the gauges of the pool and of `owner` by a block's fill, in (+1) or out (-1).
+  void count_fill(OwnerRecord& owner, std::uint32_t n_used, std::int64_t sign) noexcept {
+    const std::int64_t fragmented = is_fragmented(n_used) ? sign : 0;
+    const std::int64_t unused = sign * (block_size - n_used);
+    owner.fragmented += fragmented;
+    owner.unused_slots += unused;
+    stats.fragmented_count += fragmented;
+    stats.unused_slot_count += unused;
+  }
+  void note_exhausted() noexcept {
+    ++stats.n_exhausted;
+    history.add(stats);
+  }
+  void note_peak() noexcept {
+    stats.peak_blocks_in_use = std::max(stats.peak_blocks_in_use, stats.blocks_in_use());
+  }
+
+  [[noreturn]] void refuse_shared(const char* call, const BlockHandle& handle,
+                                  std::int64_t index) const;
+  void check_invariants() const;
+
+  const PoolConfig config;
+  const std::uint32_t block_size;
+
+  alignas(64) mutable AdaptiveLock lock;
+  // On a line of its own: waiters read the lock while its holder writes what follows.
+  alignas(64) AllocationStats stats;
+  std::uint64_t pool_id = 0;
+  std::uint64_t last_serial = 0;
+  BlockTable blocks;
+  OwnerTable owners;
+  ReferenceSlab extras;
+  std::shared_ptr<const ObserverList> observers;  // null where there are none
+  OwnerId next_minted_owner = kFirstMintedOwner;
+  FormatNames formats;
+  HistoryRing<kHistorySize> history;
+  // Last: from here on fork may take the lock.
+  ForkGuard fork_guard{lock};
+
+ private:
+  class Audit;
+
+  Reference resolve_slowly(const char* call, const BlockHandle& handle, std::int64_t index) const;
+  [[noreturn]] void refuse(const char* call, const BlockHandle& handle, std::int64_t index,
+                           const char* why) const;
+  [[noreturn]] void refuse_stale(const char* call, const BlockHandle& handle,
+                                 std::int64_t index) const;
+};
+
+}  // namespace kvpool::core
