@@ -5,4 +5,6 @@
 // One function a file of this folder; module.cpp calls each.
 namespace kvpool::bindings {
 
+void bind_block_pool(nanobind::module_& m);
+
 }  // namespace kvpool::bindings

@@ -1,6 +1,13 @@
 #include "bindings.h"
+#include "block.h"
+#include "errors.h"
 
 NB_MODULE(_native, m) {
   m.doc() = "The C++ part of kvpool that needs no MLX; use the package's own modules instead.";
   m.attr("__version__") = KVPOOL_VERSION;
+  // A pool that is alive when the interpreter exits is no leak to print about.
+  nanobind::set_leak_warnings(false);
+  kvpool::bindings::register_exceptions();
+  kvpool::bindings::add_block_type(m.ptr());
+  kvpool::bindings::bind_block_pool(m);
 }

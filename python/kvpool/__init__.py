@@ -1,5 +1,45 @@
-"""kvpool: a KV-cache block pool for language-model inference."""
+"""kvpool: a KV-cache block pool for language-model inference.
 
+``import kvpool`` loads the allocator and nothing of MLX; the caches of a model bring MLX with them
+when they are first asked for.
+"""
+
+from typing import TYPE_CHECKING
+
+from kvpool._lazy import lazy_attributes
 from kvpool._native import __version__
+from kvpool.core.exceptions import BlockPoolExhaustedError, OwnerAlreadyActiveError
+from kvpool.memory.block_pool import AllocationStats, Block, BlockPoolAllocator, PoolConfig
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from kvpool.memory.pool_backed_cache import PoolBackedKVCache, build_pooled_caches
+    from kvpool.memory.pooled_cache import PooledKVCache
+    from kvpool.prompt_cache import load_prompt_cache, save_prompt_cache
+
+__all__ = [
+    "AllocationStats",
+    "Block",
+    "BlockPoolAllocator",
+    "BlockPoolExhaustedError",
+    "OwnerAlreadyActiveError",
+    "PoolBackedKVCache",
+    "PoolConfig",
+    "PooledKVCache",
+    "__version__",
+    "build_pooled_caches",
+    "load_prompt_cache",
+    "save_prompt_cache",
+]
+
+_LAZY = {
+    "PoolBackedKVCache": "kvpool.memory.pool_backed_cache",
+    "PooledKVCache": "kvpool.memory.pooled_cache",
+    "build_pooled_caches": "kvpool.memory.pool_backed_cache",
+    "load_prompt_cache": "kvpool.prompt_cache",
+    "save_prompt_cache": "kvpool.prompt_cache",
+}
+__getattr__ = lazy_attributes(__name__, _LAZY)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -1,0 +1,50 @@
+"""The exceptions that kvpool raises on purpose.
+
+Each derives from the built-in one that fits it, so a caller may catch either. Messages start with the
+call and name the argument and its value: ``[BlockPoolAllocator::shrink] target_free must be >= 0, got -1``.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ArtifactNotFoundError",
+    "BlockPoolExhaustedError",
+    "CodebookDimensionMismatch",
+    "CyclicPipelineError",
+    "OwnerAlreadyActiveError",
+    "QuantizerConfigError",
+]
+
+
+class BlockPoolExhaustedError(RuntimeError):
+    """A pool has too few blocks for a request; nothing was allocated.
+
+    Where a pool raised it, the attributes say of which stream ("k", "v" or "kv") the request by
+    ``owner`` needed ``needed`` blocks when it could have had ``available`` of the ``managed`` ones.
+    """
+
+    stream: str | None = None
+    owner: int | None = None
+    needed: int | None = None
+    available: int | None = None
+    managed: int | None = None
+
+
+class OwnerAlreadyActiveError(ValueError):
+    """``register_owner`` of an owner that has blocks or is registered already."""
+
+
+class QuantizerConfigError(ValueError):
+    """A quantised cache is configured in a way that cannot work."""
+
+
+class ArtifactNotFoundError(FileNotFoundError):
+    """A file prepared beforehand (a calibration, a codebook) is not where it should be."""
+
+
+class CyclicPipelineError(RuntimeError):
+    """The steps of a pipeline depend on each other in a circle."""
+
+
+class CodebookDimensionMismatch(ValueError):
+    """A codebook's shape does not match the vectors it is used on."""
