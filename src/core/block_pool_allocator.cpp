@@ -13,13 +13,9 @@ BlockPoolAllocator::BlockPoolAllocator(PoolConfig config) {
 
 BlockPoolAllocator::~BlockPoolAllocator() = default;
 
-const PoolConfig& BlockPoolAllocator::config() const noexcept {
-  return state_->config;
-}
+const PoolConfig& BlockPoolAllocator::config() const noexcept { return state_->config; }
 
-std::uint64_t BlockPoolAllocator::pool_id() const noexcept {
-  return state_->pool_id;
-}
+std::uint64_t BlockPoolAllocator::pool_id() const noexcept { return state_->pool_id; }
 
 std::int64_t BlockPoolAllocator::blocks_for_tokens(std::int64_t n_tokens) const noexcept {
   return n_tokens <= 0 ? 0 : (n_tokens - 1) / state_->config.block_size + 1;

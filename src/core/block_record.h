@@ -14,12 +14,8 @@ inline constexpr Reference kNoReference = 0xffff'ffffu;
 /// Records and extra references a pool can have at a time.
 inline constexpr std::int64_t kMaxReferences = kExtraBit - 1;
 
-constexpr bool is_extra(Reference reference) noexcept {
-  return (reference & kExtraBit) != 0;
-}
-constexpr std::uint32_t slot_of(Reference reference) noexcept {
-  return reference & ~kExtraBit;
-}
+constexpr bool is_extra(Reference reference) noexcept { return (reference & kExtraBit) != 0; }
+constexpr std::uint32_t slot_of(Reference reference) noexcept { return reference & ~kExtraBit; }
 
 /// Slot 0 of the OwnerTable: nobody.
 inline constexpr std::uint32_t kNoOwner = 0;

@@ -37,7 +37,7 @@ class BlockPoolAllocator::State::Audit {
 
   void walk_owners() {
     std::size_t active = 0;
-    std::int64_t extras = 0;
+    std::int64_t n_extras = 0;
     for (std::uint32_t slot = 1; slot < state_.owners.size(); ++slot) {
       if (!state_.owners.is_active(slot)) continue;
       ++active;
@@ -66,7 +66,7 @@ class BlockPoolAllocator::State::Audit {
           require(!is_extra(i) || owner.shares, what + " is shared by an owner that shares none");
           order = state_.order_of(i);
           prev = i;
-          extras += is_extra(i);
+          n_extras += is_extra(i);
           ++seen_[index].references;
           fragmented += state_.is_fragmented(record.n_used);
           unused += state_.block_size - record.n_used;
@@ -82,7 +82,7 @@ class BlockPoolAllocator::State::Audit {
     }
     require_equal(static_cast<std::int64_t>(active),
                   static_cast<std::int64_t>(state_.owners.active()), "active owners");
-    require_equal(extras, state_.extras.live(), "extra references");
+    require_equal(n_extras, state_.extras.live(), "extra references");
   }
 
   void walk_blocks() {
@@ -138,18 +138,18 @@ class BlockPoolAllocator::State::Audit {
   }
 
   void compare_stats() {
-    const AllocationStats& stats = state_.stats;
-    require_equal(in_use_ + free_, stats.n_blocks, "n_blocks");
-    require_equal(state_.blocks.managed(), stats.n_blocks, "managed blocks");
-    require_equal(in_use_, stats.blocks_in_use(), "blocks_in_use");
-    require_equal(fragmented_, stats.fragmented_count, "fragmented blocks");
-    require_equal(unused_, stats.unused_slot_count, "unused slots");
-    require_equal(state_.config.n_blocks + stats.n_grown - stats.n_retired, stats.n_blocks,
+    const AllocationStats& recorded = state_.stats;
+    require_equal(in_use_ + free_, recorded.n_blocks, "n_blocks");
+    require_equal(state_.blocks.managed(), recorded.n_blocks, "managed blocks");
+    require_equal(in_use_, recorded.blocks_in_use(), "blocks_in_use");
+    require_equal(fragmented_, recorded.fragmented_count, "fragmented blocks");
+    require_equal(unused_, recorded.unused_slot_count, "unused slots");
+    require_equal(state_.config.n_blocks + recorded.n_grown - recorded.n_retired, recorded.n_blocks,
                   "blocks grown and retired");
-    require_equal(state_.config.n_blocks + stats.n_grown, state_.blocks.next_id(), "ids minted");
-    require(stats.peak_blocks_in_use >= in_use_, "peak_blocks_in_use is below blocks_in_use");
-    require(stats.n_reused <= stats.n_allocations, "n_reused is above n_allocations");
-    require(!state_.config.max_blocks || stats.n_blocks <= *state_.config.max_blocks,
+    require_equal(state_.config.n_blocks + recorded.n_grown, state_.blocks.next_id(), "ids minted");
+    require(recorded.peak_blocks_in_use >= in_use_, "peak_blocks_in_use is below blocks_in_use");
+    require(recorded.n_reused <= recorded.n_allocations, "n_reused is above n_allocations");
+    require(!state_.config.max_blocks || recorded.n_blocks <= *state_.config.max_blocks,
             "n_blocks is above max_blocks");
   }
 
@@ -162,8 +162,6 @@ class BlockPoolAllocator::State::Audit {
   std::int64_t unused_ = 0;
 };
 
-void BlockPoolAllocator::State::check_invariants() const {
-  Audit(*this).run();
-}
+void BlockPoolAllocator::State::check_invariants() const { Audit(*this).run(); }
 
 }  // namespace kvpool::core

@@ -8,9 +8,7 @@ namespace {
 constexpr int kFirstLog2Size = 4;
 }
 
-OwnerTable::OwnerTable() : slots_(1) {
-  rehash(kFirstLog2Size);
-}
+OwnerTable::OwnerTable() : slots_(1) { rehash(kFirstLog2Size); }
 
 std::uint32_t OwnerTable::find_slowly(OwnerId id) const noexcept {
   const std::size_t mask = index_.size() - 1;
