@@ -1,0 +1,68 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string_view>
+
+#include "kvpool/cache/buffer_growth.h"
+#include "kvpool/cache/lease_group.h"
+
+namespace kvpool::cache {
+
+/// One layer of a LeaseGroup, for as long as its cache lives: the destructor takes the layer out of
+/// the group and gives its blocks back, in whatever thread, and leaves the other layers alone.
+class LayerLease {
+ public:
+  /// A new layer behind those that the group has.
+  LayerLease(std::shared_ptr<LeaseGroup> group, const BufferGrowth& growth);
+  ~LayerLease();
+  LayerLease(const LayerLease&) = delete;
+  LayerLease& operator=(const LayerLease&) = delete;
+
+  const std::shared_ptr<LeaseGroup>& group() const noexcept { return group_; }
+  BufferShape shape() const;
+  std::int64_t offset() const;
+  std::int64_t batch() const;
+  /// Blocks held, keys and values together.
+  std::int64_t n_blocks() const;
+  bool is_trimmable() const;
+
+  /// Moves the layer by `n_tokens` (>= 1) for `batch` (>= 1) sequences and charges the buffers that
+  /// take them, whose shape it returns. Nothing where this layer has moved and the step is torn:
+  /// undo it first. Throws StepExhausted (no layer has moved where it is the step's first) and
+  /// LeaseLost.
+  std::optional<BufferShape> append(std::int64_t batch, std::int64_t n_tokens);
+  /// A step is under way and torn, and this layer has moved in it.
+  bool is_torn() const;
+  /// A step is under way and torn, whether or not this layer has moved.
+  bool in_torn_step() const;
+  /// Takes back the step under way, if the layer has moved in it; see BufferGrowth::undone.
+  BufferShape undo(std::int64_t rows_in_buffer, bool written);
+
+  /// Drops up to `n_tokens` (>= 0) of the newest tokens and returns how many: as many as the
+  /// shortest layer that holds any can, where the other layers are trimmed by the same amount. 0
+  /// for a ring that has wrapped.
+  std::int64_t trim(std::int64_t n_tokens);
+  /// Charges buffers that were put in place from outside. Throws StepExhausted and LeaseLost; then
+  /// nothing has changed.
+  void replace(std::int64_t batch, const BufferShape& shape);
+  /// Names the format of the layer's blocks.
+  void set_formats(std::string_view keys, std::string_view values);
+
+  /// A new layer that takes this one's place in the group, with its own charge. This one becomes a
+  /// group of its own. Throws StepExhausted; then nothing has changed.
+  std::unique_ptr<LayerLease> supersede(const BufferGrowth& growth, std::int64_t batch,
+                                        const BufferShape& shape, std::string_view format);
+  /// A copy of the layer at the end of `group`, charged there. Throws StepExhausted.
+  std::unique_ptr<LayerLease> copy_into(std::shared_ptr<LeaseGroup> group) const;
+
+ private:
+  LayerLease(std::shared_ptr<LeaseGroup> group, LeaseGroup::Layer* layer) noexcept
+      : group_(std::move(group)), layer_(layer) {}
+
+  std::shared_ptr<LeaseGroup> group_;
+  LeaseGroup::Layer* layer_;  // the group's, as long as this lives
+};
+
+}  // namespace kvpool::cache

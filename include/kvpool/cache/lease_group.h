@@ -1,0 +1,108 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "kvpool/base/ids.h"
+#include "kvpool/cache/buffer_growth.h"
+#include "kvpool/cache/token_lease.h"
+#include "kvpool/core/block_pool_allocator.h"
+
+namespace kvpool::cache {
+
+/// The layers of one request, which move together. Each is held through a LayerLease.
+///
+/// A step appends the same tokens to each layer in turn. What its growth takes in all layers is
+/// reserved when the first layer moves, so that running out moves none:
+///
+///   at rest --first append--> in step, some layers moved --last append--> at rest
+///                                 |                                          ^
+///                                 +--- moved layers undone, then end_step ---+
+///
+/// A step that was cut short (an exception between layers) is *torn*: the layers at the end of the
+/// list have not moved when one that has moved starts the next step. A layer that never moves while
+/// a later one does (the caller leaves it out) does not make a step torn.
+///
+/// Thread-safe; the group's lock is taken before the pool's.
+class LeaseGroup {
+ public:
+  using Pool = core::BlockPoolAllocator;
+
+  /// Without a pool (nullptr) nothing is charged: the layers of a cache that was loaded from a file
+  /// and not attached yet.
+  LeaseGroup(std::shared_ptr<Pool> pool, OwnerId owner);
+  ~LeaseGroup();
+  LeaseGroup(const LeaseGroup&) = delete;
+  LeaseGroup& operator=(const LeaseGroup&) = delete;
+
+  const std::shared_ptr<Pool>& pool() const noexcept { return pool_; }
+  OwnerId owner() const noexcept { return owner_; }
+  std::int64_t n_layers() const;
+  /// Blocks held by all layers, keys and values together.
+  std::int64_t n_blocks() const;
+
+  /// Ends the step under way, if any, and cancels what is left of its reservation. Layers stay where
+  /// they are: undo those that moved first.
+  void end_step();
+  /// Gives back every layer's blocks; all are empty afterwards.
+  void release() noexcept;
+
+  /// Throws Error where a book does not add up. For tests.
+  void check_invariants() const;
+
+ private:
+  friend class LayerLease;
+
+  struct Layer {
+    Layer(std::shared_ptr<Pool> pool, OwnerId owner, const BufferGrowth& how)
+        : lease(std::move(pool), owner), growth(how) {}
+
+    TokenLease lease;
+    BufferGrowth growth;
+    BufferShape now;
+    /// Where it was before the step under way, or before the last one.
+    BufferShape before;
+    bool moved = false;
+    bool trimmed = false;
+  };
+
+  /// Trims by one amount, one a layer: all drop what the shortest layer can.
+  struct TrimRound {
+    std::int64_t asked = -1;
+    std::int64_t granted = 0;
+  };
+
+  /// What the owner had reserved before the step, and what its layers took since. Without separate
+  /// streams `keys` stands for the one list.
+  struct Reservation {
+    std::int64_t keys = 0;
+    std::int64_t values = 0;
+    std::int64_t taken_pairs = 0;
+    bool active = false;
+  };
+
+  // All below: with mutex_ held.
+  bool torn() const noexcept;
+  void begin_step(std::int64_t batch, std::int64_t n_tokens);
+  void close_step() noexcept;
+  void close_step_if_complete() noexcept;
+  std::int64_t pairs_needed(std::int64_t batch, std::int64_t n_tokens, int halvings) const;
+  bool has_room_for(std::int64_t pairs) const;
+  [[nodiscard]] std::optional<core::Shortage> reserve(std::int64_t pairs);
+  [[noreturn]] void throw_exhausted(const core::Shortage& shortage, std::int64_t batch,
+                                    std::int64_t n_tokens) const;
+
+  const std::shared_ptr<Pool> pool_;
+  const OwnerId owner_;
+  mutable std::mutex mutex_;
+  std::vector<std::unique_ptr<Layer>> layers_;  // in the order a step visits them
+  bool in_step_ = false;
+  int halvings_ = 0;
+  Reservation reservation_;
+  TrimRound trim_round_;
+};
+
+}  // namespace kvpool::cache

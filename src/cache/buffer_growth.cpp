@@ -1,0 +1,115 @@
+#include "kvpool/cache/buffer_growth.h"
+
+#include <algorithm>
+#include <string>
+
+#include "kvpool/base/error.h"
+
+namespace kvpool::cache {
+namespace {
+
+constexpr std::int64_t round_up(std::int64_t n, std::int64_t unit) noexcept {
+  return (n + unit - 1) / unit * unit;
+}
+
+void require(bool holds, const char* what, std::int64_t value) {
+  if (!holds) throw InvalidArgument("[BufferGrowth] " + std::string(what) + std::to_string(value));
+}
+
+}  // namespace
+
+BufferGrowth BufferGrowth::exact(std::int64_t step) {
+  require(step >= 1, "step must be >= 1, got ", step);
+  return BufferGrowth(Exact{step});
+}
+
+BufferGrowth BufferGrowth::spare(std::int64_t quantum, std::int64_t block_size) {
+  require(quantum >= 1, "quantum must be >= 1, got ", quantum);
+  require(block_size >= 1, "block_size must be >= 1, got ", block_size);
+  return BufferGrowth(Spare{quantum, block_size});
+}
+
+BufferGrowth BufferGrowth::ring(std::int64_t max_size, std::int64_t keep, std::int64_t step) {
+  require(max_size >= 1, "max_size must be >= 1, got ", max_size);
+  require(keep >= 0 && keep < max_size, "keep must be in 0..max_size - 1, got ", keep);
+  require(step >= 1, "step must be >= 1, got ", step);
+  return BufferGrowth(Ring{max_size, keep, step});
+}
+
+BufferShape BufferGrowth::grown(const Exact& kind, const BufferShape& now, std::int64_t n_tokens,
+                                int /*halvings*/) {
+  const std::int64_t offset = now.offset + n_tokens;
+  std::int64_t rows = now.rows;
+  if (offset > rows) {
+    if (now.offset % kind.step != 0) rows = now.offset;
+    rows += round_up(n_tokens, kind.step);
+  }
+  return {offset, rows, offset};
+}
+
+BufferShape BufferGrowth::grown(const Spare& kind, const BufferShape& now, std::int64_t n_tokens,
+                                int halvings) {
+  const std::int64_t offset = now.offset + n_tokens;
+  if (offset <= now.rows) return {offset, now.rows, offset};
+  const std::int64_t wanted = round_up(std::max(offset, now.rows + now.rows / 2), kind.quantum);
+  const std::int64_t needed = std::min(round_up(offset, kind.block_size), wanted);
+  const std::int64_t extra = (wanted - needed) >> halvings;
+  return {offset, std::min(needed + round_up(extra, kind.block_size), wanted), offset};
+}
+
+BufferShape BufferGrowth::grown(const Ring& kind, const BufferShape& now, std::int64_t n_tokens,
+                                int /*halvings*/) {
+  BufferShape next = now;
+  next.offset += n_tokens;
+  if (n_tokens == 1) {
+    if (next.rows < kind.max_size && now.offset >= next.rows) {
+      next.index = next.rows;
+      next.rows += std::min(kind.step, kind.max_size - next.rows);
+    } else if (next.rows > kind.max_size) {
+      next.rows = kind.max_size;
+      next.index = kind.max_size;
+    }
+    if (next.index == kind.max_size) next.index = kind.keep;
+    ++next.index;
+    return next;
+  }
+  // In temporal order a ring that has not wrapped ends at its index.
+  const bool wrapped = now.index != now.rows && now.index < now.offset;
+  const std::int64_t ordered = wrapped ? now.rows : now.index;
+  next.rows = std::min(ordered, kind.max_size - 1) + n_tokens;
+  next.index = next.rows;
+  return next;
+}
+
+BufferShape BufferGrowth::after(const BufferShape& now, std::int64_t n_tokens, int halvings) const {
+  return std::visit([&](const auto& kind) { return grown(kind, now, n_tokens, halvings); }, kind_);
+}
+
+BufferShape BufferGrowth::trimmed(const BufferShape& now, std::int64_t n_tokens,
+                                  std::int64_t block_size) const {
+  BufferShape next{now.offset - n_tokens, now.rows, now.index - n_tokens};
+  const std::int64_t kept = round_up(next.offset, block_size);
+  if (kept < round_up(now.offset, block_size)) next.rows = std::min(kept, now.rows);
+  return next;
+}
+
+BufferShape BufferGrowth::undone(const BufferShape& before, const BufferShape& after,
+                                 std::int64_t rows_in_buffer, bool written) const {
+  const auto* ring = std::get_if<Ring>(&kind_);
+  if (ring == nullptr) return {before.offset, rows_in_buffer, before.offset};
+  if (!written) return {before.offset, rows_in_buffer, before.index};
+  const std::int64_t n_tokens = after.offset - before.offset;
+  // The next token overwrites the row of the one taken back.
+  if (n_tokens == 1) return {before.offset, rows_in_buffer, after.index - 1};
+  const std::int64_t kept = rows_in_buffer - n_tokens;
+  if (before.used() <= kept) return {before.offset, kept, kept};
+  // The chunk pushed out the oldest token: its row is the one that the next token overwrites.
+  return {before.offset, ring->max_size, kept};
+}
+
+bool BufferGrowth::is_trimmable(const BufferShape& now) const noexcept {
+  const auto* ring = std::get_if<Ring>(&kind_);
+  return ring == nullptr || now.offset < ring->max_size;
+}
+
+}  // namespace kvpool::cache

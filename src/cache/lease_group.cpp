@@ -1,0 +1,170 @@
+#include "kvpool/cache/lease_group.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "kvpool/base/error.h"
+#include "kvpool/cache/lease_errors.h"
+
+namespace kvpool::cache {
+
+using core::Stream;
+
+LeaseGroup::LeaseGroup(std::shared_ptr<Pool> pool, OwnerId owner)
+    : pool_(std::move(pool)), owner_(owner) {}
+
+LeaseGroup::~LeaseGroup() { close_step(); }
+
+std::int64_t LeaseGroup::n_layers() const {
+  const std::lock_guard lock(mutex_);
+  return static_cast<std::int64_t>(layers_.size());
+}
+
+std::int64_t LeaseGroup::n_blocks() const {
+  const std::lock_guard lock(mutex_);
+  std::int64_t n = 0;
+  for (const auto& layer : layers_) n += layer->lease.n_blocks();
+  return n;
+}
+
+bool LeaseGroup::torn() const noexcept {
+  if (!in_step_ || layers_.back()->moved) return false;
+  const auto first_still = std::ranges::find_if(layers_, [](auto& layer) { return !layer->moved; });
+  return first_still != layers_.begin() &&
+         std::none_of(first_still, layers_.end(), [](auto& layer) { return layer->moved; });
+}
+
+std::int64_t LeaseGroup::pairs_needed(std::int64_t batch, std::int64_t n_tokens,
+                                      int halvings) const {
+  std::int64_t pairs = 0;
+  for (const auto& layer : layers_) {
+    const BufferShape after = layer->growth.after(layer->now, n_tokens, halvings);
+    const std::int64_t more =
+        layer->lease.pairs_for(batch, after.rows) - layer->lease.n_pairs();
+    pairs += std::max<std::int64_t>(more, 0);
+  }
+  return pairs;
+}
+
+// A guess: other owners may come in between. The reservation decides.
+bool LeaseGroup::has_room_for(std::int64_t pairs) const {
+  if (!pool_->config().separate_kv) {
+    return 2 * pairs <= pool_->n_allocatable(Stream::kShared, owner_);
+  }
+  const auto missing = [&](Stream stream) {
+    const std::int64_t at_hand = pool_->n_available(stream) + pool_->n_reserved(stream, owner_);
+    return std::pair(std::max<std::int64_t>(pairs - at_hand, 0),
+                     pool_->n_allocatable(stream, owner_) - at_hand);
+  };
+  const auto [missing_keys, key_growth] = missing(Stream::kKey);
+  const auto [missing_values, value_growth] = missing(Stream::kValue);
+  // Growth is shared: what keys grow by, values cannot.
+  return missing_keys + missing_values <= std::min(key_growth, value_growth);
+}
+
+void LeaseGroup::throw_exhausted(const core::Shortage& shortage, std::int64_t batch,
+                                 std::int64_t n_tokens) const {
+  std::int64_t fits = 0;
+  std::int64_t too_many = n_tokens;
+  while (too_many - fits > 1) {
+    const std::int64_t middle = fits + (too_many - fits) / 2;
+    const bool fit = has_room_for(pairs_needed(batch, middle, BufferGrowth::kNoSpare));
+    (fit ? fits : too_many) = middle;
+  }
+  throw StepExhausted(shortage.message("PoolBackedKVCache::update_and_fetch") + " for " +
+                          std::to_string(n_tokens) + " tokens in " +
+                          std::to_string(layers_.size()) + " layers; " + std::to_string(fits) +
+                          " tokens fit",
+                      shortage, fits);
+}
+
+std::optional<core::Shortage> LeaseGroup::reserve(std::int64_t pairs) {
+  const bool separate = pool_->config().separate_kv;
+  Reservation wanted;
+  wanted.active = true;
+  wanted.keys = pool_->n_reserved(separate ? Stream::kKey : Stream::kShared, owner_);
+  wanted.values = separate ? pool_->n_reserved(Stream::kValue, owner_) : 0;
+  // An owner's own reservation is there to be drawn on: only what it lacks is added.
+  const std::int64_t keys = std::max(wanted.keys, separate ? pairs : 2 * pairs);
+  const std::int64_t values = separate ? std::max(wanted.values, pairs) : 0;
+  if (auto shortage = pool_->try_reserve(owner_, keys, values)) return shortage;
+  reservation_ = wanted;
+  return std::nullopt;
+}
+
+void LeaseGroup::begin_step(std::int64_t batch, std::int64_t n_tokens) {
+  halvings_ = 0;
+  std::int64_t pairs = pool_ == nullptr ? 0 : pairs_needed(batch, n_tokens, 0);
+  if (pairs > 0) {
+    const std::int64_t least = pairs_needed(batch, n_tokens, BufferGrowth::kNoSpare);
+    while (pairs > least && !has_room_for(pairs)) {
+      pairs = pairs_needed(batch, n_tokens, ++halvings_);
+    }
+    // One layer allocates for itself: nothing can come between.
+    if (layers_.size() > 1) {
+      auto shortage = reserve(pairs);
+      if (shortage && pairs > least) {
+        halvings_ = BufferGrowth::kNoSpare;
+        shortage = reserve(least);
+      }
+      if (shortage) throw_exhausted(*shortage, batch, n_tokens);
+    }
+  }
+  for (const auto& layer : layers_) {
+    layer->moved = false;
+    layer->before = layer->now;
+  }
+  in_step_ = true;
+  trim_round_ = {};
+}
+
+void LeaseGroup::close_step() noexcept {
+  in_step_ = false;
+  if (!std::exchange(reservation_.active, false)) return;
+  try {
+    const bool separate = pool_->config().separate_kv;
+    const std::int64_t taken = reservation_.taken_pairs;
+    const std::int64_t keys = reservation_.keys - (separate ? taken : 2 * taken);
+    const std::int64_t values = separate ? reservation_.values - taken : 0;
+    // Never more than is reserved now, so there is no shortage to hear of.
+    (void)pool_->try_reserve(owner_, std::max<std::int64_t>(keys, 0),
+                             std::max<std::int64_t>(values, 0));
+  } catch (...) {
+    // Out of memory: the reservation stays until the owner's next.
+  }
+}
+
+void LeaseGroup::close_step_if_complete() noexcept {
+  if (in_step_ && std::ranges::all_of(layers_, [](auto& layer) { return layer->moved; })) {
+    close_step();
+  }
+}
+
+void LeaseGroup::end_step() {
+  const std::lock_guard lock(mutex_);
+  close_step();
+}
+
+void LeaseGroup::release() noexcept {
+  const std::lock_guard lock(mutex_);
+  for (const auto& layer : layers_) {
+    layer->lease.release();
+    layer->now = layer->before = {};
+    layer->moved = layer->trimmed = false;
+  }
+  close_step();
+  trim_round_ = {};
+}
+
+void LeaseGroup::check_invariants() const {
+  const std::lock_guard lock(mutex_);
+  for (const auto& layer : layers_) {
+    layer->lease.check_invariants();
+    if (layer->lease.rows() != layer->now.rows || layer->lease.used() != layer->now.used()) {
+      throw Error("[LeaseGroup::check_invariants] a lease does not follow its buffer");
+    }
+  }
+}
+
+}  // namespace kvpool::cache
