@@ -82,8 +82,7 @@ std::optional<BufferShape> LayerLease::append(std::int64_t batch, std::int64_t n
   const std::int64_t pairs = lease.n_pairs();
   try {
     auto shortage = lease.try_resize(batch, next.rows);
-    const BufferShape least =
-        layer_->growth.after(layer_->now, n_tokens, BufferGrowth::kNoSpare);
+    const BufferShape least = layer_->growth.after(layer_->now, n_tokens, BufferGrowth::kNoSpare);
     if (shortage && least != next) {
       next = least;
       shortage = lease.try_resize(batch, next.rows);
@@ -169,7 +168,8 @@ std::unique_ptr<LayerLease> LayerLease::supersede(const BufferGrowth& growth, st
   alone->layers_.reserve(1);
   const std::lock_guard lock(group_->mutex_);
   auto& layers = group_->layers_;
-  const auto mine = std::ranges::find_if(layers, [&](auto& layer) { return layer.get() == layer_; });
+  const auto mine =
+      std::ranges::find_if(layers, [&](auto& layer) { return layer.get() == layer_; });
   heir->layer_->moved = layer_->moved;
   layer_->moved = false;
   alone->layers_.push_back(std::move(*mine));

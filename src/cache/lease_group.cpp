@@ -40,8 +40,7 @@ std::int64_t LeaseGroup::pairs_needed(std::int64_t batch, std::int64_t n_tokens,
   std::int64_t pairs = 0;
   for (const auto& layer : layers_) {
     const BufferShape after = layer->growth.after(layer->now, n_tokens, halvings);
-    const std::int64_t more =
-        layer->lease.pairs_for(batch, after.rows) - layer->lease.n_pairs();
+    const std::int64_t more = layer->lease.pairs_for(batch, after.rows) - layer->lease.n_pairs();
     pairs += std::max<std::int64_t>(more, 0);
   }
   return pairs;

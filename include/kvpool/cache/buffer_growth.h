@@ -20,12 +20,12 @@ struct BufferShape {
   friend bool operator==(const BufferShape&, const BufferShape&) = default;
 };
 
-/// How a buffer gets room for more tokens: the arithmetic alone, so that a group can ask what a step
-/// will take before any layer moves.
+/// How a buffer gets room for more tokens: the arithmetic alone, so that a group can ask what a
+/// step will take before any layer moves.
 class BufferGrowth {
  public:
-  /// Whole steps and nothing else, as mlx-lm's KVCache: an old buffer whose offset is not a multiple
-  /// of `step` is cut to the offset, then ceil(n / step) * step rows are added.
+  /// Whole steps and nothing else, as mlx-lm's KVCache: an old buffer whose offset is not a
+  /// multiple of `step` is cut to the offset, then ceil(n / step) * step rows are added.
   static BufferGrowth exact(std::int64_t step);
   /// By half again, rounded up to `quantum` rows, so that copies stay few; less where the pool is
   /// short, down to whole blocks (see `halvings` of after()).

@@ -44,8 +44,8 @@ class LeaseGroup {
   /// Blocks held by all layers, keys and values together.
   std::int64_t n_blocks() const;
 
-  /// Ends the step under way, if any, and cancels what is left of its reservation. Layers stay where
-  /// they are: undo those that moved first.
+  /// Ends the step under way, if any, and cancels what is left of its reservation. Layers stay
+  /// where they are: undo those that moved first.
   void end_step();
   /// Gives back every layer's blocks; all are empty afterwards.
   void release() noexcept;

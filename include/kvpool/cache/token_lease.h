@@ -39,8 +39,9 @@ class TokenLease {
   std::int64_t pairs_for(std::int64_t batch, std::int64_t rows) const noexcept;
   std::int64_t n_pairs() const noexcept { return n_pairs_; }
 
-  /// Charges `batch` sequences of `rows` rows instead; all or nothing in both directions. New blocks
-  /// are empty; used() is cut to `rows`. Throws LeaseLost where the blocks were freed behind it.
+  /// Charges `batch` sequences of `rows` rows instead; all or nothing in both directions. New
+  /// blocks are empty; used() is cut to `rows`. Throws LeaseLost where the blocks were freed behind
+  /// it.
   [[nodiscard]] std::optional<core::Shortage> try_resize(std::int64_t batch, std::int64_t rows);
   /// Sets the rows in use of each sequence, 0..rows(). Touches only blocks whose fill changes, and
   /// always the last one in use. Throws LeaseLost.

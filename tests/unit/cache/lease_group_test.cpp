@@ -49,9 +49,7 @@ struct Request {
   std::vector<std::unique_ptr<LayerLease>> layers;
 };
 
-PoolConfig blocks_of_four(std::int64_t n_blocks) {
-  return {.block_size = 4, .n_blocks = n_blocks};
-}
+PoolConfig blocks_of_four(std::int64_t n_blocks) { return {.block_size = 4, .n_blocks = n_blocks}; }
 
 using Offsets = std::vector<std::int64_t>;
 
@@ -212,7 +210,8 @@ TEST(LeaseGroup, fault_F39_a_copy_is_charged_to_its_own_owner) {
 
 TEST(LeaseGroup, growth_of_the_pool_is_not_counted_twice) {
   // Five pairs are at hand or can be minted; keys and values draw on the same headroom.
-  Request request({.block_size = 4, .n_blocks = 8, .grow_on_exhaustion = true, .max_blocks = 10}, 1);
+  Request request({.block_size = 4, .n_blocks = 8, .grow_on_exhaustion = true, .max_blocks = 10},
+                  1);
   try {
     (void)request.layers[0]->append(1, 24);
     FAIL();
