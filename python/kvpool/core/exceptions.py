@@ -1,7 +1,8 @@
 """The exceptions that kvpool raises on purpose.
 
-Each derives from the built-in one that fits it, so a caller may catch either. Messages start with the
-call and name the argument and its value: ``[BlockPoolAllocator::shrink] target_free must be >= 0, got -1``.
+Each derives from the built-in one that fits it, so a caller may catch either. Messages start with
+the call and name the argument and its value:
+``[BlockPoolAllocator::shrink] target_free must be >= 0, got -1``.
 """
 
 from __future__ import annotations

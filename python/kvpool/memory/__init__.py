@@ -1,8 +1,8 @@
 """The block pool and the caches that draw on it.
 
-``BlockPoolAllocator`` with ``PoolConfig``, ``Block`` and ``AllocationStats`` keep the books in C++ and
-need no MLX. The caches and ``MLXBlockStorage`` hold MLX arrays: MLX is imported when one of them is
-first asked for.
+``BlockPoolAllocator`` with ``PoolConfig``, ``Block`` and ``AllocationStats`` keep the books in C++
+and need no MLX. The caches and ``MLXBlockStorage`` hold MLX arrays: MLX is imported when one of
+them is first asked for.
 
     from kvpool.memory import BlockPoolAllocator, PoolConfig
 

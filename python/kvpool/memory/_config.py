@@ -13,7 +13,7 @@ DEFAULT_BLOCK_SIZE = 16
 
 
 def checked_int(where: str, name: str, value: object, least: int) -> int:
-    """``value`` as an int, through ``__index__``; refuses bool, float and what is below ``least``."""
+    """``value`` through ``__index__``; refuses bool, float and what is below ``least``."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"[{where}] {name} must be an int, got {value!r}")
     number = operator.index(value)
@@ -116,8 +116,8 @@ class PoolConfig:
     ) -> PoolConfig:
         """A pool for an mlx-lm model, by a budget of bytes or by the tokens it has to hold.
 
-        Counts the layers that ``build_pooled_caches`` pools, keys and values each: plain ones by the
-        tokens, sliding windows by at most ``window + prefill_step - 1`` rows. The result's
+        Counts the layers that ``build_pooled_caches`` pools, keys and values each: plain ones by
+        the tokens, sliding windows by at most ``window + prefill_step - 1`` rows. The result's
         ``sizing`` tells what came out (``print(config.sizing)``).
 
         Args:
@@ -135,9 +135,9 @@ class PoolConfig:
             max_blocks: As in ``PoolConfig``.
 
         Raises:
-            TypeError: Neither or both of ``memory`` and ``max_tokens``; an argument of another type.
-            ValueError: An argument out of range, too little memory for one block in each layer, or a
-                model without a layer to pool or without the sizes of its keys and values.
+            TypeError: Neither or both of ``memory`` and ``max_tokens``, or another type.
+            ValueError: An argument out of range, too little memory for one block in each layer, or
+                a model without a layer to pool or without the sizes of its keys and values.
         """
         from kvpool.memory._model_sizing import size_for_model
 

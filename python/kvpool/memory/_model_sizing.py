@@ -18,13 +18,13 @@ _WINDOW = "RotatingKVCache"
 
 @dataclass(frozen=True)
 class PooledLayer:
-    """One layer's share: bytes of a token's keys and values together, and its window if it has one."""
+    """One layer: bytes of a token's keys and values together, and its window if it has one."""
 
     bytes_per_token: int
     window: int | None = None
 
     def rows(self, tokens: int, prefill_step: int) -> int:
-        """Rows kept of a sequence of ``tokens``: a window layer holds window + chunk - 1 after a chunk."""
+        """Rows kept of ``tokens``: a window layer has window + chunk - 1 of them after a chunk."""
         return tokens if self.window is None else min(tokens, self.window + prefill_step - 1)
 
 
@@ -85,7 +85,7 @@ def size_for_model(
     block_size: int,
     prefill_step: int,
 ) -> ModelSizing:
-    """The pool that holds ``max_tokens`` of each sequence, or the largest that fits in ``memory``."""
+    """The pool for ``max_tokens`` of each sequence, or the largest that fits in ``memory``."""
     if (memory is None) == (max_tokens is None):
         raise TypeError(
             f"[{_WHERE}] give memory or max_tokens, one of the two, "
@@ -152,7 +152,8 @@ def pooled_layers(model: Any) -> list[PooledLayer]:
     if not pooled:
         raise ValueError(f"[{_WHERE}] model {type(model).__name__} has no layer to pool")
     sizes = _probe(model, caches, pooled) or [_from_args(model)] * len(pooled)
-    return [PooledLayer(size, windows[i]) for i, size in zip(pooled, sizes, strict=True)]
+    # A layer that reads another one's keys and values leaves its own cache empty.
+    return [PooledLayer(size, windows[i]) for i, size in zip(pooled, sizes, strict=True) if size]
 
 
 def _layers_of(model: Any) -> Sequence[Any]:
@@ -166,8 +167,8 @@ def _layers_of(model: Any) -> Sequence[Any]:
 def _probe(model: Any, caches: Sequence[Any] | None, pooled: Sequence[int]) -> list[int] | None:
     """Bytes a token by feeding one token without evaluating it; None where that cannot be done.
 
-    MLX is lazy, so shapes and types come for the price of building the graph, for every architecture:
-    latent attention, layers of unequal size, keys of another type than the weights.
+    MLX is lazy, so shapes and types come for the price of building the graph, whatever the
+    architecture: latent attention, layers of unequal size, keys of another type than the weights.
     """
     nn = sys.modules.get("mlx.nn")
     if nn is None or not isinstance(model, nn.Module):
@@ -178,9 +179,14 @@ def _probe(model: Any, caches: Sequence[Any] | None, pooled: Sequence[int]) -> l
         from mlx_lm.models.cache import make_prompt_cache
 
         caches = make_prompt_cache(model)
-    model(mx.zeros((1, 1), dtype=mx.int32), cache=caches)
+    try:
+        model(mx.zeros((1, 1), dtype=mx.int32), cache=caches)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        return None  # it wants more than tokens
 
     def bytes_a_token(array: Any) -> int:
+        if array is None:
+            return 0
         return int(array.shape[1]) * int(array.shape[3]) * int(array.dtype.size)
 
     return [bytes_a_token(caches[i].keys) + bytes_a_token(caches[i].values) for i in pooled]
@@ -206,8 +212,8 @@ def _from_args(model: Any) -> int:
         head_dim = hidden // heads
     if kv_heads is None or head_dim is None:
         raise ValueError(
-            f"[{_WHERE}] model {type(model).__name__} tells neither num_key_value_heads nor head_dim "
-            "in args or config"
+            f"[{_WHERE}] model {type(model).__name__} tells neither num_key_value_heads nor "
+            "head_dim in args or config"
         )
     return 2 * kv_heads * head_dim * _element_size(_get(args, "torch_dtype") or _get(args, "dtype"))
 
@@ -217,7 +223,7 @@ def _get(holder: Any, name: str) -> Any:
 
 
 def _element_size(dtype: Any) -> int:
-    """Bytes of an element: of an MLX or NumPy type, of a type's name, and 2 where nothing is said."""
+    """Bytes of an element of an MLX or NumPy type or a type's name; 2 where nothing is said."""
     size = getattr(dtype, "size", None) or getattr(dtype, "itemsize", None)
     if isinstance(size, int):
         return size

@@ -31,8 +31,8 @@ class BlockPoolAllocator(_native.BlockPool):
 
     Keeps books, not bytes: ``MLXBlockStorage`` pairs a pool with arrays.
 
-    Every call is atomic and may be made from any thread, from a signal handler, from a finaliser and
-    in a forked child. A call that raises has changed nothing. Owners are 64-bit ints.
+    Every call is atomic and may be made from any thread, from a signal handler, from a finaliser
+    and in a forked child. A call that raises has changed nothing. Owners are 64-bit ints.
 
         pool = BlockPoolAllocator(PoolConfig(block_size=16, n_blocks=256))
         blocks = pool.allocate("k", n_tokens=40, owner=1)
@@ -40,8 +40,8 @@ class BlockPoolAllocator(_native.BlockPool):
         pool.free_all(owner=1)
 
     Args:
-        config: Sizing and behaviour, ``PoolConfig()`` where None. Kept as ``pool.config``; its fields
-            are fixed from now on.
+        config: Sizing and behaviour, ``PoolConfig()`` where None. Kept as ``pool.config``; its
+            fields are fixed from now on.
 
     Raises:
         TypeError: ``config`` is no PoolConfig, or a field of it has the wrong type.
@@ -79,8 +79,8 @@ class BlockPoolAllocator(_native.BlockPool):
     def history(self) -> deque[AllocationStats]:
         """A new deque of the last 256 snapshots, oldest first.
 
-        The pool takes one at the end of every allocation and reservation, met or not, every ``free``
-        and ``free_all``, and every ``shrink`` that retired a block.
+        The pool takes one at the end of every allocation and reservation, met or not, every
+        ``free`` and ``free_all``, and every ``shrink`` that retired a block.
         """
         rows = self._history()
         return deque((AllocationStats(*row) for row in rows), maxlen=DEFAULT_HISTORY_SIZE)
