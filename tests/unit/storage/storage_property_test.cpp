@@ -1,9 +1,9 @@
-// Random calls against a naive model: a map from checkout to rows.
+// Random calls against a naive model: the rows of each checkout.
 #include <gtest/gtest.h>
-#include <rapidcheck/gtest.h>
+#include <rapidcheck.h>
 
 #include <algorithm>
-#include <map>
+#include <sstream>
 #include <vector>
 
 #include "kvpool/base/error.h"
@@ -28,7 +28,7 @@ struct Model {
   std::vector<std::byte> bytes;
 };
 
-RC_GTEST_PROP(StorageProperty, agrees_with_a_map_of_rows, ()) {
+void check_random_calls() {
   BlockPoolAllocator pool{{.block_size = kBlockSize,
                            .n_blocks = 3,
                            .separate_kv = false,
@@ -101,6 +101,17 @@ RC_GTEST_PROP(StorageProperty, agrees_with_a_map_of_rows, ()) {
     }
     storage.check_invariants();
   }
+}
+
+TEST(StorageProperty, agrees_with_the_rows_of_a_model) {
+  rc::detail::TestParams params;
+  params.seed = 20250608;
+  params.maxSuccess = 500;
+  const auto result =
+      rc::detail::checkTestable(check_random_calls, rc::detail::TestMetadata(), params);
+  std::ostringstream text;
+  rc::detail::printResultMessage(result, text);
+  EXPECT_TRUE(result.is<rc::detail::SuccessResult>()) << text.str();
 }
 
 }  // namespace
