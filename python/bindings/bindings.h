@@ -6,5 +6,6 @@
 namespace kvpool::bindings {
 
 void bind_block_pool(nanobind::module_& m);
+void bind_leases(nanobind::module_& m);
 
 }  // namespace kvpool::bindings

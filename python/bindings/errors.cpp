@@ -64,17 +64,22 @@ void register_exceptions() {
   });
 }
 
+void set_exhausted_error(const core::Shortage& shortage, const char* message,
+                         std::optional<std::int64_t> tokens_that_fit) {
+  const std::string_view stream = core::name(shortage.stream);
+  nb::object error = exception_class("BlockPoolExhaustedError")(message);
+  error.attr("stream") = nb::str(stream.data(), stream.size());
+  error.attr("owner") = nb::int_(shortage.owner);
+  error.attr("needed") = nb::int_(shortage.needed);
+  error.attr("available") = nb::int_(shortage.available);
+  error.attr("managed") = nb::int_(shortage.managed);
+  if (tokens_that_fit) error.attr("tokens_that_fit") = nb::int_(*tokens_that_fit);
+  PyErr_SetObject(error.type().ptr(), error.ptr());
+}
+
 PyObject* raise_exhausted(const core::Shortage& shortage, const char* call) noexcept {
   return guarded([&]() -> PyObject* {
-    const std::string message = shortage.message(call);
-    const std::string_view stream = core::name(shortage.stream);
-    nb::object error = exception_class("BlockPoolExhaustedError")(message.c_str());
-    error.attr("stream") = nb::str(stream.data(), stream.size());
-    error.attr("owner") = nb::int_(shortage.owner);
-    error.attr("needed") = nb::int_(shortage.needed);
-    error.attr("available") = nb::int_(shortage.available);
-    error.attr("managed") = nb::int_(shortage.managed);
-    PyErr_SetObject(error.type().ptr(), error.ptr());
+    set_exhausted_error(shortage, shortage.message(call).c_str());
     return nullptr;
   });
 }

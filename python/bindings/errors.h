@@ -2,6 +2,9 @@
 
 #include <Python.h>
 
+#include <cstdint>
+#include <optional>
+
 #include "arguments.h"
 #include "kvpool/core/shortage.h"
 
@@ -17,6 +20,11 @@ void register_exceptions();
 
 /// Sets BlockPoolExhaustedError with the shortage's message and numbers; returns null.
 PyObject* raise_exhausted(const core::Shortage& shortage, const char* call) noexcept;
+
+/// Sets BlockPoolExhaustedError with this message, the shortage's numbers and, where known, the
+/// tokens that would have fit.
+void set_exhausted_error(const core::Shortage& shortage, const char* message,
+                         std::optional<std::int64_t> tokens_that_fit = std::nullopt);
 
 /// Runs the body of a function that CPython calls: any C++ exception becomes a Python one, and the
 /// result `failure`.

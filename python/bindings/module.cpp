@@ -10,4 +10,5 @@ NB_MODULE(_native, m) {
   kvpool::bindings::register_exceptions();
   kvpool::bindings::add_block_type(m.ptr());
   kvpool::bindings::bind_block_pool(m);
+  kvpool::bindings::bind_leases(m);
 }

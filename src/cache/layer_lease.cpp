@@ -158,25 +158,34 @@ void LayerLease::set_formats(std::string_view keys, std::string_view values) {
   layer_->lease.set_formats(key_tag, value_tag);
 }
 
-std::unique_ptr<LayerLease> LayerLease::supersede(const BufferGrowth& growth, std::int64_t batch,
-                                                  const BufferShape& shape,
+std::unique_ptr<LayerLease> LayerLease::supersede(const BufferGrowth& growth,
                                                   std::string_view format) {
   auto alone = std::make_shared<LeaseGroup>(group_->pool_, group_->owner_);
-  std::unique_ptr<LayerLease> heir(new LayerLease(group_, growth));
-  heir->set_formats(format, format);
-  heir->replace(batch, shape);
   alone->layers_.reserve(1);
-  const std::lock_guard lock(group_->mutex_);
-  auto& layers = group_->layers_;
-  const auto mine =
-      std::ranges::find_if(layers, [&](auto& layer) { return layer.get() == layer_; });
-  heir->layer_->moved = layer_->moved;
-  layer_->moved = false;
-  alone->layers_.push_back(std::move(*mine));
-  *mine = std::move(layers.back());
+  const std::shared_ptr<LeaseGroup> shared = group_;
+  std::unique_ptr<LayerLease> heir(new LayerLease(shared, growth));
+  const std::lock_guard lock(shared->mutex_);
+  LeaseGroup::Layer& mine = *layer_;
+  LeaseGroup::Layer& theirs = *heir->layer_;
+  if (theirs.lease.try_resize(mine.lease.batch(), mine.lease.rows())) {
+    theirs.lease = std::exchange(mine.lease, TokenLease(shared->pool_, shared->owner_));
+    theirs.now = theirs.before = std::exchange(mine.now, {});
+  } else {
+    theirs.lease.set_used(mine.lease.used());
+    theirs.now = theirs.before = mine.now;
+  }
+  if (shared->pool_ != nullptr) {
+    const core::FormatTag tag = shared->pool_->intern_format(format);
+    theirs.lease.set_formats(tag, tag);
+  }
+  theirs.moved = std::exchange(mine.moved, false);
+  auto& layers = shared->layers_;
+  const auto place =
+      std::ranges::find_if(layers, [&](auto& layer) { return layer.get() == &mine; });
+  alone->layers_.push_back(std::move(*place));
+  *place = std::move(layers.back());
   layers.pop_back();
-  group_->close_step_if_complete();
-  // The lock is held on the old group, which the heir keeps alive.
+  shared->close_step_if_complete();
   group_ = std::move(alone);
   return heir;
 }
@@ -185,6 +194,8 @@ std::unique_ptr<LayerLease> LayerLease::copy_into(std::shared_ptr<LeaseGroup> gr
   LeaseGroup::Layer copied(nullptr, 0, layer_->growth);
   bool in_step = false;
   std::int64_t batch = 0;
+  core::FormatTag key_format{};
+  core::FormatTag value_format{};
   {
     const std::lock_guard lock(group_->mutex_);
     copied.now = layer_->now;
@@ -192,8 +203,11 @@ std::unique_ptr<LayerLease> LayerLease::copy_into(std::shared_ptr<LeaseGroup> gr
     copied.moved = layer_->moved;
     in_step = group_->in_step_;
     batch = layer_->lease.batch();
+    key_format = layer_->lease.key_format();
+    value_format = layer_->lease.value_format();
   }
   std::unique_ptr<LayerLease> copy(new LayerLease(std::move(group), copied.growth));
+  copy->layer_->lease.set_formats(key_format, value_format);
   copy->replace(batch, copied.now);
   const std::lock_guard lock(copy->group_->mutex_);
   copy->layer_->before = copied.before;

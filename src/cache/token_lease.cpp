@@ -66,7 +66,7 @@ void TokenLease::mark(std::int64_t first_column, std::int64_t last_column,
     pool_->mark_used(columns(first_column, last_column), n_used);
   } catch (const InvalidArgument&) {
     // The values are in range and the handles ours: only a free behind our back makes them stale.
-    throw LeaseLost("[TokenLease] the blocks of owner " + std::to_string(owner_) +
+    throw LeaseLost("[PoolBackedKVCache] the blocks of owner " + std::to_string(owner_) +
                     " were freed behind the cache that holds them; release it to use it again");
   }
 }

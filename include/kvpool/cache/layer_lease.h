@@ -50,10 +50,10 @@ class LayerLease {
   /// Names the format of the layer's blocks.
   void set_formats(std::string_view keys, std::string_view values);
 
-  /// A new layer that takes this one's place in the group, with its own charge. This one becomes a
-  /// group of its own. Throws StepExhausted; then nothing has changed.
-  std::unique_ptr<LayerLease> supersede(const BufferGrowth& growth, std::int64_t batch,
-                                        const BufferShape& shape, std::string_view format);
+  /// A new layer of the same shape that takes this one's place in the group, charged on its own.
+  /// This one becomes a group of its own; where the pool is too full for both, it gives its blocks
+  /// to the new one and is empty.
+  std::unique_ptr<LayerLease> supersede(const BufferGrowth& growth, std::string_view format);
   /// A copy of the layer at the end of `group`, charged there. Throws StepExhausted.
   std::unique_ptr<LayerLease> copy_into(std::shared_ptr<LeaseGroup> group) const;
 

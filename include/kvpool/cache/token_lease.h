@@ -48,6 +48,8 @@ class TokenLease {
   void set_used(std::int64_t used);
   /// Tags the blocks, and those to come.
   void set_formats(core::FormatTag keys, core::FormatTag values);
+  core::FormatTag key_format() const noexcept { return key_format_; }
+  core::FormatTag value_format() const noexcept { return value_format_; }
   /// Throws LeaseLost where the blocks were freed behind this lease.
   void verify() const;
   /// Gives every block back.

@@ -22,6 +22,8 @@ class BlockPoolExhaustedError(RuntimeError):
 
     Where a pool raised it, the attributes say of which stream ("k", "v" or "kv") the request by
     ``owner`` needed ``needed`` blocks when it could have had ``available`` of the ``managed`` ones.
+    Where a model's caches raised it, ``tokens_that_fit`` says how many tokens every layer could
+    still take.
     """
 
     stream: str | None = None
@@ -29,6 +31,7 @@ class BlockPoolExhaustedError(RuntimeError):
     needed: int | None = None
     available: int | None = None
     managed: int | None = None
+    tokens_that_fit: int | None = None
 
 
 class OwnerAlreadyActiveError(ValueError):

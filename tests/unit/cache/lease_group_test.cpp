@@ -185,14 +185,25 @@ TEST(LeaseGroup, field_F1_a_negative_trim_is_refused) {
 TEST(LeaseGroup, field_D14_a_layer_that_is_superseded_goes_on_alone) {
   Request request(blocks_of_four(40));
   request.step(4);
-  auto heir = request.layers[1]->supersede(BufferGrowth::exact(4), 1, {4, 8, 4}, "int8");
-  EXPECT_EQ(request.in_use(), 6 + 4);
+  auto heir = request.layers[1]->supersede(BufferGrowth::exact(4), "int8");
+  EXPECT_EQ(heir->shape(), (BufferShape{4, 4, 4}));
+  EXPECT_EQ(request.in_use(), 6 + 2);
   std::swap(heir, request.layers[1]);
   heir.reset();
-  EXPECT_EQ(request.in_use(), 4 + 4);
+  EXPECT_EQ(request.in_use(), 6);
   request.step(1);
   EXPECT_EQ(request.offsets(), (Offsets{5, 5, 5}));
   EXPECT_EQ(request.group->n_layers(), 3);
+  request.check();
+}
+
+TEST(LeaseGroup, a_layer_is_superseded_also_where_the_pool_is_full) {
+  Request request(blocks_of_four(6));
+  request.step(4);
+  auto heir = request.layers[1]->supersede(BufferGrowth::exact(4), "int8");
+  EXPECT_EQ(heir->shape(), (BufferShape{4, 4, 4}));
+  EXPECT_EQ(request.layers[1]->shape(), BufferShape{});
+  EXPECT_EQ(request.in_use(), 6);
   request.check();
 }
 

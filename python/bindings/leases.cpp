@@ -1,0 +1,106 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/unique_ptr.h>
+
+#include <cstdint>
+#include <memory>
+#include <string_view>
+
+#include "bindings.h"
+#include "errors.h"
+#include "kvpool/cache/layer_lease.h"
+#include "kvpool/cache/lease_errors.h"
+#include "kvpool/cache/lease_group.h"
+#include "pool_object.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kvpool::bindings {
+namespace {
+
+using cache::BufferGrowth;
+using cache::BufferShape;
+using cache::LayerLease;
+using cache::LeaseGroup;
+
+std::shared_ptr<LeaseGroup> make_group(const PoolObject* pool, OwnerId owner) {
+  return std::make_shared<LeaseGroup>(pool == nullptr ? nullptr : pool->pool, owner);
+}
+
+// A BlockPoolExhaustedError with the numbers that the C++ exception carries.
+template <typename Body>
+auto with_numbers(Body&& body) {
+  try {
+    return body();
+  } catch (const cache::StepExhausted& e) {
+    set_exhausted_error(e.shortage, e.what(), e.tokens_that_fit);
+    throw nb::python_error();
+  }
+}
+
+constexpr std::int64_t kTorn = -1;
+
+std::int64_t append(LayerLease& lease, std::int64_t batch, std::int64_t n_tokens) {
+  return with_numbers([&] {
+    const auto shape = lease.append(batch, n_tokens);
+    return shape ? shape->offset - n_tokens : kTorn;
+  });
+}
+
+}  // namespace
+
+void bind_leases(nb::module_& m) {
+  nb::class_<BufferGrowth>(m, "BufferGrowth", "How a layer's buffers get room for more tokens.")
+      .def_static("exact", &BufferGrowth::exact, "step"_a, "Whole steps, as mlx-lm's KVCache.")
+      .def_static("spare", &BufferGrowth::spare, "quantum"_a, "block_size"_a,
+                  "By half again, less where the pool is short.")
+      .def_static("ring", &BufferGrowth::ring, "max_size"_a, "keep"_a, "step"_a,
+                  "A window, as mlx-lm's RotatingKVCache.");
+
+  nb::class_<LeaseGroup>(m, "LeaseGroup", "The blocks behind all layers of one request.")
+      .def(nb::new_(&make_group), "pool"_a.none(), "owner"_a)
+      .def_prop_ro("n_layers", &LeaseGroup::n_layers)
+      .def_prop_ro("n_blocks", &LeaseGroup::n_blocks, "Blocks held, keys and values together.")
+      .def("end_step", &LeaseGroup::end_step, "Ends the step under way; undo its layers first.")
+      .def("release", &LeaseGroup::release, "Gives every block back.")
+      .def("check_invariants", &LeaseGroup::check_invariants);
+
+  nb::class_<LayerLease>(m, "LayerLease", "The blocks behind one layer's keys and values.")
+      .def(nb::init<std::shared_ptr<LeaseGroup>, const BufferGrowth&>(), "group"_a, "growth"_a)
+      .def_prop_ro("group", &LayerLease::group)
+      .def_prop_ro("offset", &LayerLease::offset)
+      .def_prop_ro("rows", [](const LayerLease& self) { return self.shape().rows; })
+      .def_prop_ro("index", [](const LayerLease& self) { return self.shape().index; })
+      .def_prop_ro("batch", &LayerLease::batch)
+      .def_prop_ro("n_blocks", &LayerLease::n_blocks, "Blocks held, keys and values together.")
+      .def_prop_ro("is_trimmable", &LayerLease::is_trimmable)
+      .def_prop_ro("is_torn", &LayerLease::is_torn)
+      .def_prop_ro("in_torn_step", &LayerLease::in_torn_step)
+      .def("append", &append, "batch"_a, "n_tokens"_a,
+           "Moves the layer on and returns where its tokens start; -1 where the step is torn.")
+      .def(
+          "undo",
+          [](LayerLease& self, std::int64_t rows, bool written) { (void)self.undo(rows, written); },
+          "rows_in_buffer"_a, "written"_a, "Takes the step under way back.")
+      .def("trim", &LayerLease::trim, "n_tokens"_a, "Drops the newest tokens and returns how many.")
+      .def(
+          "replace",
+          [](LayerLease& self, std::int64_t batch, std::int64_t offset, std::int64_t rows,
+             std::int64_t index) {
+            with_numbers([&] { self.replace(batch, BufferShape{offset, rows, index}); });
+          },
+          "batch"_a, "offset"_a, "rows"_a, "index"_a, "Charges buffers put in place from outside.")
+      .def("set_formats", &LayerLease::set_formats, "keys"_a, "values"_a)
+      .def("supersede", &LayerLease::supersede, "growth"_a, "format"_a,
+           "A new layer in this one's place; this one becomes a group of its own.")
+      .def(
+          "copy_into",
+          [](const LayerLease& self, std::shared_ptr<LeaseGroup> group) {
+            return with_numbers([&] { return self.copy_into(std::move(group)); });
+          },
+          "group"_a, "A copy at the end of another group, charged there.");
+}
+
+}  // namespace kvpool::bindings

@@ -1,0 +1,23 @@
+"""Caches of a model's layers that a block pool keeps the books of.
+
+Importing this package makes their class names known to ``mlx_lm.models.cache``, where mlx-lm's
+``load_prompt_cache`` looks them up.
+"""
+
+from mlx_lm.models import cache as _mlx_lm_cache
+
+from kvpool.caches.build import attach_caches, build_pooled_caches
+from kvpool.caches.kv_cache import PoolBackedKVCache
+from kvpool.caches.quantized_kv_cache import PoolBackedQuantizedKVCache
+from kvpool.caches.rotating_kv_cache import PoolBackedRotatingKVCache
+
+__all__ = [
+    "PoolBackedKVCache",
+    "PoolBackedQuantizedKVCache",
+    "PoolBackedRotatingKVCache",
+    "attach_caches",
+    "build_pooled_caches",
+]
+
+for _cls in (PoolBackedKVCache, PoolBackedQuantizedKVCache, PoolBackedRotatingKVCache):
+    setattr(_mlx_lm_cache, _cls.__name__, _cls)

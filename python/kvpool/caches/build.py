@@ -1,0 +1,87 @@
+"""build_pooled_caches: the caches that a model asks for, over a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+
+from kvpool.caches._arguments import checked_int, checked_owner, checked_pool
+from kvpool.caches._group import CacheGroup
+from kvpool.caches._layer import PooledLayerCache
+from kvpool.caches.kv_cache import PoolBackedKVCache
+from kvpool.caches.rotating_kv_cache import PoolBackedRotatingKVCache
+from kvpool.memory.block_pool import BlockPoolAllocator
+
+
+def build_pooled_caches(
+    model: Any, pool: BlockPoolAllocator, owner: int, step: int | None = None
+) -> list[Any]:
+    """The model's own prompt cache with its attention layers charged to ``pool``.
+
+    Starts from what ``model.make_cache()`` gives, or one plain cache a layer. Plain and
+    sliding-window caches are replaced by pooled ones; recurrent caches, lists of caches and
+    whatever else stay as they are and are not charged.
+
+    The pooled caches are a group. A step's growth is reserved for all of them when the first one
+    moves, so that running out moves none; a step that was cut short by an exception is taken back
+    when the model next runs; ``release`` on any of them releases all. Dropping one gives back its
+    own blocks.
+
+    Args:
+        model: A model of mlx-lm.
+        pool: The pool to draw on.
+        owner: Whom the blocks belong to.
+        step: Rows to grow by, exactly; see ``PoolBackedKVCache``.
+
+    Returns:
+        One cache for each that the model asks for (some share them between layers).
+
+    Raises:
+        TypeError: An argument is of another type.
+        ValueError: ``step`` is below 1, or ``owner`` does not fit 64 bits.
+    """
+    where = "build_pooled_caches"
+    group = CacheGroup(checked_pool(where, pool), checked_owner(where, owner))
+    step = None if step is None else checked_int(where, "step", step, 1)
+    return [_pooled(cache, group, step) for cache in _own_caches(model)]
+
+
+def attach_caches(caches: Iterable[Any], pool: BlockPoolAllocator, owner: int = -1) -> None:
+    """Charges caches made by ``from_state`` (loaded from a file) to ``pool``, as one group.
+
+    Caches of other kinds in the list are left alone.
+
+    Raises:
+        BlockPoolExhaustedError: The pool has too few blocks; no cache is attached.
+        ValueError: A cache has a pool already; none is attached.
+    """
+    where = "attach_caches"
+    group = CacheGroup(checked_pool(where, pool), checked_owner(where, owner))
+    loose = [cache for cache in caches if isinstance(cache, PooledLayerCache)]
+    before = [(cache, cache._group, cache._lease) for cache in loose]
+    try:
+        for cache in loose:
+            cache._attach_to(group)
+    except BaseException:
+        for cache, own_group, lease in before:
+            cache._join(own_group, lease)
+        raise
+
+
+def _own_caches(model: Any) -> list[Any]:
+    # The class's method first: an instance's may be the one that calls this function.
+    if callable(make := getattr(type(model), "make_cache", None)):
+        return make(model)
+    if not hasattr(model, "layers") and hasattr(model, "model"):
+        model = model.model
+    return make_prompt_cache(model)
+
+
+def _pooled(cache: Any, group: CacheGroup, step: int | None) -> Any:
+    if type(cache) is KVCache:
+        return PoolBackedKVCache._member(group, step)
+    if type(cache) is RotatingKVCache:
+        return PoolBackedRotatingKVCache._member(group, step, cache.max_size, cache.keep)
+    return cache

@@ -1,0 +1,137 @@
+"""PoolBackedQuantizedKVCache: what a pooled cache becomes when mlx-lm quantises it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import QuantizedKVCache
+
+from kvpool import _native
+from kvpool.caches._arguments import checked_fit
+from kvpool.caches._group import CacheGroup
+from kvpool.caches._linear import LinearLayerCache
+from kvpool.memory.block_pool import BlockPoolAllocator
+
+if TYPE_CHECKING:
+    from kvpool.caches.kv_cache import PoolBackedKVCache
+
+Quantized = tuple[mx.array, mx.array, mx.array]
+
+
+class PoolBackedQuantizedKVCache(LinearLayerCache, QuantizedKVCache):
+    """A layer's keys and values as MLX quantises them, charged to a pool.
+
+    ``keys`` and ``values`` are tuples (codes, scales, biases) of arrays (batch, heads, rows, n). A
+    block stands for ``block_size`` tokens here as everywhere; its format names the width of the
+    codes ("int8", "int4", ...). Made by ``PoolBackedKVCache.to_quantized``.
+
+    Args:
+        pool, owner, step: As for ``PoolBackedKVCache``.
+        group_size: Numbers that share a scale.
+        bits: Width of a code.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPoolAllocator,
+        owner: int = -1,
+        step: int | None = None,
+        *,
+        group_size: int = 64,
+        bits: int = 8,
+    ) -> None:
+        self.group_size, self.bits = group_size, bits
+        self._start(pool, owner, step)
+        self._tag(self._lease)
+
+    @classmethod
+    def _of(
+        cls, plain: PoolBackedKVCache, group_size: int, bits: int
+    ) -> PoolBackedQuantizedKVCache:
+        cache = cls.__new__(cls)
+        cache.group_size, cache.bits, cache._step = group_size, bits, plain._step
+        cache._clear()
+        if plain._keys is not None:
+            cache._keys, cache._values = (
+                cache._quantize(plain._keys),
+                cache._quantize(plain._values),
+            )
+            cache._rows = plain._rows
+        group = plain._group
+        lease = plain._lease.supersede(cache._growth(group.pool), f"int{bits}")
+        group.discard(plain)
+        cache._join(group, lease)
+        if plain._lease.rows == 0:
+            plain._clear()
+        plain._join(CacheGroup(group.pool, group.owner, plain._lease.group), plain._lease)
+        return cache
+
+    def _quantize(self, array: mx.array) -> Quantized:
+        return tuple(mx.quantize(array, group_size=self.group_size, bits=self.bits))
+
+    @staticmethod
+    def _each(function: Callable[[mx.array], mx.array], buffer: Any) -> Any:
+        return tuple(function(array) for array in buffer)
+
+    @staticmethod
+    def _sizes(buffer: Any) -> tuple[int, int]:
+        return buffer[0].shape[0], buffer[0].shape[2]
+
+    def _tag(self, lease: _native.LayerLease) -> None:
+        lease.set_formats(f"int{self.bits}", f"int{self.bits}")
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Quantized, Quantized]:
+        """Appends tokens, quantised, and returns all that there are, (codes, scales, biases) each.
+
+        Takes and raises what ``PoolBackedKVCache.update_and_fetch`` does.
+        """
+        if (keys.shape, values.shape) != self._fitting:
+            self._check_new(keys, values)
+        new_keys, new_values = self._quantize(keys), self._quantize(values)
+        if (keys.shape, values.shape) != self._fitting:
+            self._check_fit("keys", new_keys, self._keys)
+            self._check_fit("values", new_values, self._values)
+            self._fitting = keys.shape, values.shape
+        batch, _, n_tokens, _ = keys.shape
+        if n_tokens == 0:
+            return (new_keys, new_values) if self._keys is None else self.keys_and_values()
+        start = self._advance(batch, n_tokens)
+        end = start + n_tokens
+        if end > self._rows:
+            rows = self._lease.rows
+            grown = self._grown(self._keys, new_keys, start, rows - end)
+            self._values = self._grown(self._values, new_values, start, rows - end)
+            self._keys, self._rows = grown, rows
+        else:
+            for buffer, new in ((self._keys, new_keys), (self._values, new_values)):
+                for array, part in zip(buffer, new, strict=True):
+                    array[..., start:end, :] = part
+        return self.keys_and_values()
+
+    def _check_fit(self, name: str, new: Quantized, old: Any) -> None:
+        if old is not None:
+            for part, array in zip(new, old, strict=True):
+                checked_fit(self._where("update_and_fetch"), f"quantised {name}", part, array)
+
+    @staticmethod
+    def _grown(buffer: Any, new: Quantized, start: int, spare: int) -> Quantized:
+        grown = []
+        for i, part in enumerate(new):
+            parts = [] if buffer is None else [buffer[i][..., :start, :]]
+            parts.append(part)
+            if spare > 0:
+                parts.append(mx.zeros((*part.shape[:2], spare, part.shape[3]), part.dtype))
+            grown.append(mx.concatenate(parts, axis=2))
+        return tuple(grown)
+
+    @property
+    def state(self) -> tuple[Any, Any, int, int, int]:
+        """``(keys, values, offset, group_size, bits)``, cut to the offset."""
+        return *self.keys_and_values(), self._lease.offset, self.group_size, self.bits
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        keys, values, offset, self.group_size, self.bits = state
+        self._place(keys, values, offset, self._where("state"))

@@ -1,0 +1,116 @@
+"""Random models of a few thousand weights, one for each kind of cache that mlx-lm asks for."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_map
+from mlx_lm.models import deepseek_v3, gemma3_text, gpt_oss, llama
+
+VOCABULARY = 97
+
+
+def _ready(model: Any, seed: int) -> Any:
+    """``model`` with seeded fp32 weights, so large that a token depends on all before it."""
+    mx.random.seed(seed)
+
+    def drawn(weight: mx.array) -> mx.array:
+        if weight.ndim < 2:  # norms stay as they are made, sinks and biases small
+            return weight.astype(mx.float32)
+        return mx.random.normal(weight.shape) * (2 * weight.shape[-1] ** -0.5)
+
+    model.update(tree_map(drawn, model.parameters()))
+    mx.eval(model.parameters())
+    return model
+
+
+@cache
+def tiny_llama(n_layers: int = 3, seed: int = 1) -> Any:
+    args = llama.ModelArgs(
+        model_type="llama",
+        hidden_size=32,
+        num_hidden_layers=n_layers,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-5,
+        vocab_size=VOCABULARY,
+        head_dim=64,  # a group of stock quantisation
+        tie_word_embeddings=False,
+    )
+    return _ready(llama.Model(args), seed)
+
+
+@cache
+def tiny_gemma3(window: int = 16) -> Any:
+    """Two sliding-window layers, then one that sees all."""
+    args = gemma3_text.ModelArgs(
+        model_type="gemma3_text",
+        hidden_size=32,
+        num_hidden_layers=3,
+        intermediate_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        vocab_size=VOCABULARY,
+        sliding_window=window,
+        sliding_window_pattern=3,
+        query_pre_attn_scalar=16,
+    )
+    return _ready(gemma3_text.Model(args), 2)
+
+
+@cache
+def tiny_gpt_oss(window: int = 16) -> Any:
+    """Sliding-window and full layers in turn, with attention sinks."""
+    args = gpt_oss.ModelArgs(
+        model_type="gpt_oss",
+        num_hidden_layers=4,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=32,
+        head_dim=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=window,
+        rope_theta=10000,
+    )
+    return _ready(gpt_oss.Model(args), 3)
+
+
+@cache
+def tiny_deepseek_v3() -> Any:
+    """Latent attention: one head, keys and values of unequal width."""
+    args = deepseek_v3.ModelArgs(
+        model_type="deepseek_v3",
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_shared_experts=None,
+        n_routed_experts=None,
+        kv_lora_rank=16,
+        q_lora_rank=None,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        qk_nope_head_dim=16,
+        first_k_dense_replace=2,
+        rope_theta=10000.0,
+    )
+    return _ready(deepseek_v3.Model(args), 4)
+
+
+def all_models() -> dict[str, Any]:
+    return {
+        "llama": tiny_llama,
+        "gemma3": tiny_gemma3,
+        "gpt_oss": tiny_gpt_oss,
+        "deepseek_v3": tiny_deepseek_v3,
+    }
