@@ -7,5 +7,9 @@ namespace kvpool::bindings {
 
 void bind_block_pool(nanobind::module_& m);
 void bind_leases(nanobind::module_& m);
+void bind_block_storage(nanobind::module_& m);
+void bind_exact_cache(nanobind::module_& m);
+void bind_formats(nanobind::module_& m);
+void bind_stream_lease(nanobind::module_& m);
 
 }  // namespace kvpool::bindings

@@ -11,4 +11,8 @@ NB_MODULE(_native, m) {
   kvpool::bindings::add_block_type(m.ptr());
   kvpool::bindings::bind_block_pool(m);
   kvpool::bindings::bind_leases(m);
+  kvpool::bindings::bind_block_storage(m);
+  kvpool::bindings::bind_exact_cache(m);
+  kvpool::bindings::bind_formats(m);
+  kvpool::bindings::bind_stream_lease(m);
 }

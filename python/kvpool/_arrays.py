@@ -1,0 +1,66 @@
+"""Arrays as callers hand them over: MLX, numpy or nested lists. Imports MLX only for MLX arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+def is_mlx(value: object) -> bool:
+    """Whether ``value`` is an MLX array, without importing MLX to find out."""
+    return type(value).__module__.partition(".")[0] == "mlx"
+
+
+def _is_bfloat16(value: Any) -> bool:
+    return str(getattr(value, "dtype", "")).rpartition(".")[2] == "bfloat16"
+
+
+def stored_numbers(call: str, name: str, value: Any) -> tuple[Array, bool]:
+    """``value`` as a numpy array of real numbers, and whether its uint16s are bits of bfloat16s.
+
+    Nothing is rounded: each dtype stays as it is. Raises TypeError for what is no array of real
+    numbers.
+    """
+    if _is_bfloat16(value):
+        if is_mlx(value):
+            import mlx.core as mx
+
+            return np.asarray(value.view(mx.uint16)), True
+        return np.asarray(value).view(np.uint16), True
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise ValueError(f"[{call}] {name} must be rows of equal length: {error}") from None
+    if array.dtype.kind not in "fiub":
+        raise TypeError(f"[{call}] {name} must be real numbers, got dtype {array.dtype}")
+    return array.astype(np.uint8) if array.dtype.kind == "b" else array, False
+
+
+def float32_numbers(call: str, name: str, value: Any) -> npt.NDArray[np.float32]:
+    """``value`` as contiguous float32 numbers; errors as ``stored_numbers``."""
+    if _is_bfloat16(value):
+        if is_mlx(value):
+            import mlx.core as mx
+
+            value = value.astype(mx.float32)
+        else:
+            value = np.asarray(value).astype(np.float32)
+    array, _ = stored_numbers(call, name, value)
+    return np.ascontiguousarray(array, np.float32)
+
+
+def like(result: npt.NDArray[np.float32], template: Any) -> Any:
+    """``result`` as an array of ``template``'s kind and, where that is a float, its dtype."""
+    if is_mlx(template):
+        import mlx.core as mx
+
+        array = mx.array(result)
+        return array.astype(template.dtype) if mx.issubdtype(template.dtype, mx.floating) else array
+    dtype = getattr(template, "dtype", None)
+    if isinstance(dtype, np.dtype) and (dtype.kind == "f" or dtype.name == "bfloat16"):
+        return result.astype(dtype, copy=False)
+    return result
