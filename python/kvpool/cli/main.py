@@ -1,0 +1,82 @@
+"""Parses the command line, runs a command and turns what it raises into an exit code."""
+
+import argparse
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from types import FrameType
+
+from kvpool import __version__
+from kvpool.cli import generate, info, model
+from kvpool.cli.blas import prefer_openblas
+from kvpool.cli.errors import ERROR, INTERRUPTED, CommandError
+from kvpool.models import ModelError
+
+__all__ = ["main"]
+
+_EXAMPLES = """\
+examples:
+  kvpool generate --prompt "Why is the sky blue?"
+  kvpool generate --prompt "Count to ten." --compare-stock
+  kvpool model fetch smollm2
+  kvpool info
+
+exit codes: 0 done, 1 error, 2 wrong usage, 3 the pool ran out of blocks,
+4 --compare-stock found another token, 130 interrupted
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the `kvpool` command and returns its exit code."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, _raise_system_exit)
+    try:
+        prefer_openblas()
+        code: int = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader went away. Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except Exception as error:
+        if arguments.debug:
+            traceback.print_exc()
+        else:
+            print(f"kvpool: error: {_one_line(error)}", file=sys.stderr)
+        return error.code if isinstance(error, CommandError) else ERROR
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvpool",
+        description="A KV-cache block pool in the decode path of a real model.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"kvpool {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    generate.add_parser(commands)
+    model.add_parser(commands)
+    info.add_parser(commands)
+    return parser
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if isinstance(error, CommandError | ModelError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _raise_system_exit(number: int, frame: FrameType | None) -> None:
+    """Lets `finally` blocks run, so that a terminated fetch or generation leaves nothing behind."""
+    del frame
+    raise SystemExit(128 + number)
