@@ -6,6 +6,8 @@ reaching into child processes. Only the command does this: a library must not ch
 its host program uses.
 """
 
+from __future__ import annotations
+
 import ctypes
 import os
 import sys

@@ -1,5 +1,7 @@
 """Tables and progress: drawn on a terminal, plain lines anywhere else."""
 
+from __future__ import annotations
+
 import contextlib
 import importlib.util
 import sys
@@ -24,7 +26,11 @@ def print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
         from rich.table import Table
 
         table = Table(
-            title=title, title_justify="left", title_style="bold", show_header=False, box=box.ROUNDED
+            title=title,
+            title_justify="left",
+            title_style="bold",
+            show_header=False,
+            box=box.ROUNDED,
         )
         table.add_column(style="cyan", no_wrap=True)
         table.add_column(overflow="fold")
@@ -39,7 +45,7 @@ def print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
 
 
 @contextlib.contextmanager
-def progress_bar(label: str) -> Iterator[Progress]:
+def progress_bar(label: str, unit: str = "bytes") -> Iterator[Progress]:
     """Gives a callback (what, done, total) that draws a bar, or prints each new `what` once."""
     if not _draws_on(sys.stderr):
         said: set[str] = set()
@@ -47,20 +53,29 @@ def progress_bar(label: str) -> Iterator[Progress]:
         def say(what: str, done: int, total: int) -> None:
             if what not in said:
                 said.add(what)
-                note(f"{label}: {what} ({megabytes(total)})" if done < total else f"{label}: {what}")
+                note(
+                    f"{label}: {what} {megabytes(total) if unit == 'bytes' else f'{total} {unit}'}"
+                )
 
         yield say
         return
 
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
-    from rich.progress import TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+    from rich.progress import Progress as Bar
 
-    with Progress(
+    with Bar(
         SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(),
-        DownloadColumn(),
+        DownloadColumn() if unit == "bytes" else MofNCompleteColumn(),
         TimeElapsedColumn(),
         console=Console(stderr=True),
         transient=True,

@@ -1,5 +1,7 @@
 """`kvpool info`: what a bug report needs to say."""
 
+from __future__ import annotations
+
 import argparse
 import json
 import platform
@@ -13,13 +15,12 @@ from kvpool.cli.console import print_table
 __all__ = ["add_parser", "collect"]
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser = commands.add_parser(
         "info",
         help="versions, backend, SIMD target, BLAS, models",
         description="Says which versions, backend, SIMD target, BLAS and models are in use.",
         epilog="examples:\n  kvpool info\n  kvpool info --json | jq .mlx.backend\n",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_run)
@@ -51,7 +52,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     mlx = found.pop("mlx")
     prepared = found.pop("models")
-    rows = [(key.replace("_", " "), value or "not installed") for key, value in found.items()]
+    rows = [(key.replace("_", " "), value or "none") for key, value in found.items()]
     mlx_rows = [("mlx", mlx["version"] or "not installed"), ("backend", mlx["backend"] or "none")]
     rows[4:4] = mlx_rows
     rows += [(f"model {name}", where or "not fetched") for name, where in prepared.items()]

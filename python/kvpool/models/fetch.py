@@ -1,5 +1,7 @@
 """Prepares a known model: download, check, convert, and only then show."""
 
+from __future__ import annotations
+
 import importlib.util
 from pathlib import Path
 

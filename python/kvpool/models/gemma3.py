@@ -1,5 +1,7 @@
 """Gemma 3 270M from a Q4_K_M GGUF, whose K-quants MLX cannot hold: dequantised, then 8 bits."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +35,8 @@ _LOCAL_ROPE_BASE = 10_000.0
 
 # For the embedding and every projection. Against the dequantised weights: at most 0.2 % of the
 # largest weight, a fifth of the error that the file's own 4 to 8 bits carry.
-_QUANTIZATION = {"group_size": 32, "bits": 8}
+_GROUP_SIZE = 32
+_BITS = 8
 
 
 def convert_gemma3(gguf: Path, folder: Path) -> None:
@@ -96,7 +99,7 @@ def _mlx_arrays(module: str, tensor: Any) -> dict[str, Any]:
     if weight.ndim == 1:
         # GGUF stores the factor of the norm, mlx-lm's Gemma what it adds to one.
         return {f"{module}.weight": weight - 1}
-    packed, scales, biases = mx.quantize(weight, **_QUANTIZATION)
+    packed, scales, biases = mx.quantize(weight, group_size=_GROUP_SIZE, bits=_BITS)
     mx.eval(packed, scales, biases)  # so that one dequantised tensor is alive at a time
     return {f"{module}.weight": packed, f"{module}.scales": scales, f"{module}.biases": biases}
 
@@ -121,5 +124,5 @@ def _config(value: Callable[[str], Any]) -> dict[str, object]:
         "sliding_window_pattern": _SLIDING_WINDOW_PATTERN,
         "bos_token_id": value("tokenizer.ggml.bos_token_id"),
         "eos_token_id": value("tokenizer.ggml.eos_token_id"),
-        "quantization": _QUANTIZATION,
+        "quantization": {"group_size": _GROUP_SIZE, "bits": _BITS},
     }

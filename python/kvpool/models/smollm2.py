@@ -1,5 +1,7 @@
 """SmolLM2-135M-Instruct from its Q4_1 GGUF, whose blocks are MLX's quantised arrays as they are."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,8 @@ def convert_smollm2(gguf: Path, folder: Path) -> None:
     """
     import mlx.core as mx
 
-    arrays, metadata = mx.load(str(gguf), format="gguf", return_metadata=True)
+    loaded: Any = mx.load(str(gguf), format="gguf", return_metadata=True)
+    arrays, metadata = loaded
     weights = {
         _mlx_name(name): array if array.dtype == mx.uint32 else array.astype(mx.float32)
         for name, array in arrays.items()

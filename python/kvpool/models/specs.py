@@ -1,5 +1,7 @@
 """The models that kvpool can prepare by itself, from packages on PyPI."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

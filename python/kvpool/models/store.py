@@ -1,5 +1,7 @@
 """Where prepared models are kept, and how a folder appears there whole or not at all."""
 
+from __future__ import annotations
+
 import contextlib
 import fcntl
 import json
@@ -43,7 +45,7 @@ def is_prepared(spec: ModelSpec) -> bool:
         receipt = json.loads((model_path(spec) / _RECEIPT).read_text())
     except (OSError, ValueError):
         return False
-    return receipt == _receipt(spec)
+    return bool(receipt == _receipt(spec))
 
 
 @contextlib.contextmanager

@@ -1,5 +1,7 @@
 """Builds fast tokenizers from the token lists of a GGUF file."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,0 +1,201 @@
+"""`kvpool generate`: a model answers a prompt through the block pool."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from kvpool import models
+from kvpool.cli.arguments import positive, temperature
+from kvpool.cli.console import note, print_table, progress_bar
+from kvpool.cli.decoding import Comparison, Request, compare
+from kvpool.cli.errors import EXHAUSTED, TOKENS_DIFFER, USAGE, CommandError
+from kvpool.cli.loading import encode, load
+from kvpool.cli.report import (
+    comparison_rows,
+    exhausted,
+    headline,
+    request_rows,
+    reuse_row,
+    write_metrics,
+)
+from kvpool.core.exceptions import BlockPoolExhaustedError
+from kvpool.memory import BlockPoolAllocator, PoolConfig
+from kvpool.memory.block_pool import DEFAULT_BLOCK_SIZE
+
+__all__ = ["add_parser"]
+
+_EXAMPLES = """\
+examples:
+  kvpool generate --prompt "Why is the sky blue?"
+  kvpool generate --prompt "Count to ten." --compare-stock
+  kvpool generate --prompt "Tell a story." --n-blocks 600          # too few: exit code 3
+  kvpool generate --prompt "Tell a story." --n-blocks 600 --grow
+  kvpool generate --prompt "Hello" --model mlx-community/Llama-3.2-1B-Instruct-4bit --metrics -
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="a model answers a prompt through the block pool",
+        description="Generates text with a model whose KV caches draw on a block pool, then shows "
+        "what the pool did.",
+        epilog=_EXAMPLES,
+    )
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the model answers")
+    parser.add_argument(
+        "--model",
+        default="smollm2",
+        metavar="MODEL",
+        help=f"{', '.join(models.KNOWN_MODELS)} (fetched if it is not there), a folder, or the id "
+        "of a model on a hub (default: smollm2)",
+    )
+    parser.add_argument(
+        "--max-tokens", type=positive, default=100, metavar="N", help="default: 100"
+    )
+    parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
+    parser.add_argument(
+        "--temp", type=temperature, default=0.0, help="temperature (default: 0, greedy)"
+    )
+    parser.add_argument("--seed", type=int, help="of the sampling")
+
+    pool = parser.add_argument_group("the pool")
+    pool.add_argument(
+        "--block-size",
+        type=positive,
+        default=DEFAULT_BLOCK_SIZE,
+        metavar="N",
+        help=f"token slots in a block (default: {DEFAULT_BLOCK_SIZE})",
+    )
+    pool.add_argument(
+        "--n-blocks",
+        type=positive,
+        metavar="N",
+        help="blocks in the pool (default: enough for the prompt and --max-tokens)",
+    )
+    pool.add_argument("--grow", action="store_true", help="add blocks when they run out")
+    pool.add_argument("--owner", type=int, help="the request's id in the pool (default: a new one)")
+
+    report = parser.add_argument_group("the report")
+    report.add_argument(
+        "--compare-stock",
+        action="store_true",
+        help="then decode the prompt again, through the pool and through mlx-lm's own cache in "
+        "turns, and compare tokens and speeds",
+    )
+    report.add_argument(
+        "--metrics", metavar="FILE", help="write the pool's Prometheus metrics there (-: to stdout)"
+    )
+    report.add_argument("--quiet", action="store_true", help="print the generated text alone")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.compare_stock and arguments.temp > 0:
+        raise CommandError("--compare-stock compares greedy decoding: leave --temp out", USAGE)
+    model, tokenizer = load(arguments.model)
+    prompt = encode(tokenizer, arguments.prompt, raw=arguments.raw)
+    pool = _make_pool(arguments, model, len(prompt))
+    owner = pool.new_owner() if arguments.owner is None else arguments.owner
+
+    def request(cache: list[Any], sampler: Any = None) -> Request:
+        return Request(model, tokenizer, prompt, cache, arguments.max_tokens, sampler)
+
+    if not arguments.quiet:
+        note(headline(arguments.model))
+    shown = request(_pooled_caches(model, pool, owner), _sampler(arguments))
+    try:
+        _stream(shown, pool)
+        stats = pool.stats.snapshot()
+        n_bytes = sum(cache.nbytes for cache in shown.cache)
+    finally:
+        if arguments.metrics:
+            write_metrics(arguments.metrics, pool.stats.snapshot())
+        _release(shown)
+    rows = request_rows(shown, stats, n_bytes, pool)
+
+    code = 0
+    if arguments.compare_stock:
+        pooled = request(_pooled_caches(model, pool, pool.new_owner()))
+        stock = request(_stock_caches(model))
+        before = pool.stats.snapshot()
+        result = _compare(pooled, stock, len(shown.tokens))
+        rows.append(reuse_row(before, pool.stats.snapshot()))
+        rows += comparison_rows(result, pooled, stock)
+        code = 0 if result.differs_at is None else TOKENS_DIFFER
+    if not arguments.quiet:
+        print()
+        print_table("The request and its pool", rows)
+    return code
+
+
+def _stream(request: Request, pool: BlockPoolAllocator) -> None:
+    try:
+        for text in request.advance():
+            sys.stdout.write(text)
+            sys.stdout.flush()
+    except BlockPoolExhaustedError as error:
+        raise CommandError(exhausted(request, pool), EXHAUSTED) from error
+    finally:
+        if request.tokens:
+            print()
+
+
+def _compare(pooled: Request, stock: Request, n_tokens: int) -> Comparison:
+    try:
+        with progress_bar("again, in turns with mlx-lm's own cache", unit="tokens") as progress:
+            return compare(pooled, stock, lambda done: progress("decoding", done, n_tokens))
+    finally:
+        # Each generation has entered a stream of MLX: the one entered last is left first.
+        stock.close()
+        _release(pooled)
+
+
+def _stock_caches(model: Any) -> list[Any]:
+    from mlx_lm.models.cache import make_prompt_cache
+
+    caches: list[Any] = make_prompt_cache(model)
+    return caches
+
+
+def _pooled_caches(model: Any, pool: BlockPoolAllocator, owner: int) -> list[Any]:
+    from kvpool.memory import build_pooled_caches
+
+    return build_pooled_caches(model, pool, owner)
+
+
+def _release(request: Request) -> None:
+    request.close()
+    for cache in request.cache:
+        if hasattr(cache, "release"):
+            cache.release()
+
+
+def _make_pool(arguments: argparse.Namespace, model: Any, n_prompt: int) -> BlockPoolAllocator:
+    if arguments.n_blocks is None:
+        config = PoolConfig.for_model(
+            model,
+            max_tokens=n_prompt + arguments.max_tokens,
+            block_size=arguments.block_size,
+            grow_on_exhaustion=arguments.grow,
+        )
+    else:
+        config = PoolConfig(
+            block_size=arguments.block_size,
+            n_blocks=arguments.n_blocks,
+            grow_on_exhaustion=arguments.grow,
+        )
+    return BlockPoolAllocator(config)
+
+
+def _sampler(arguments: argparse.Namespace) -> Any:
+    if arguments.temp == 0:
+        return None
+    import mlx.core as mx
+    from mlx_lm.sample_utils import make_sampler
+
+    if arguments.seed is not None:
+        mx.random.seed(arguments.seed)
+    return make_sampler(temp=arguments.temp)
