@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the `kvpool` command and returns its exit code."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, _raise_system_exit)
+    on_sigterm = signal.signal(signal.SIGTERM, _raise_system_exit)
     try:
         prefer_openblas()
         code: int = arguments.run(arguments)
@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(f"kvpool: error: {_one_line(error)}", file=sys.stderr)
         return error.code if isinstance(error, CommandError) else ERROR
+    finally:
+        signal.signal(signal.SIGTERM, on_sigterm)
 
 
 class _CommandParser(argparse.ArgumentParser):

@@ -35,7 +35,8 @@ def headline(model_name: str) -> str:
     )
     if mx.default_device().type == mx.DeviceType.gpu:
         return f"{title} on the GPU"
-    return f"{title} on the CPU (BLAS: {blas_in_use()})"
+    blas = " ".join(blas_in_use().split()[:2])
+    return f"{title} on the CPU (BLAS: {blas})"
 
 
 def request_rows(
