@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 
 from kvpool._lazy import lazy_attributes
 from kvpool._native import __version__
-from kvpool.core.exceptions import BlockPoolExhaustedError, OwnerAlreadyActiveError
+from kvpool.core.exceptions import (
+    ArtifactNotFoundError,
+    BlockPoolExhaustedError,
+    CodebookDimensionMismatch,
+    CyclicPipelineError,
+    OwnerAlreadyActiveError,
+    QuantizerConfigError,
+)
 from kvpool.memory.block_pool import AllocationStats, Block, BlockPoolAllocator, PoolConfig
 
 if TYPE_CHECKING:
@@ -18,13 +25,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AllocationStats",
+    "ArtifactNotFoundError",
     "Block",
     "BlockPoolAllocator",
     "BlockPoolExhaustedError",
+    "CodebookDimensionMismatch",
+    "CyclicPipelineError",
     "OwnerAlreadyActiveError",
     "PoolBackedKVCache",
     "PoolConfig",
     "PooledKVCache",
+    "QuantizerConfigError",
     "__version__",
     "build_pooled_caches",
     "load_prompt_cache",

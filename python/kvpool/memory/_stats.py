@@ -106,7 +106,8 @@ class LiveStats(AllocationStats):
             f"[AllocationStats] {name} of a pool's stats is read-only: the pool keeps it"
         )
 
-    __delattr__ = __setattr__  # type: ignore[assignment]
+    def __delattr__(self, name: str) -> NoReturn:
+        self.__setattr__(name, None)
 
     def __reduce__(self) -> tuple[type[AllocationStats], Row]:
         """A copy or pickle is a snapshot."""
