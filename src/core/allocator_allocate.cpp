@@ -13,7 +13,7 @@ struct Runs {
 };
 
 Runs check_runs(const char* call, std::int64_t n_tokens, std::int64_t copies,
-                std::int64_t block_size) {
+                std::uint32_t block_size) {
   const auto refuse = [&](const char* what, std::int64_t got) {
     throw InvalidArgument("[" + std::string(call) + "] " + what + " must be > 0, got " +
                           std::to_string(got));
@@ -21,8 +21,15 @@ Runs check_runs(const char* call, std::int64_t n_tokens, std::int64_t copies,
   if (n_tokens <= 0) refuse("n_tokens", n_tokens);
   if (copies <= 0) refuse("copies", copies);
   Runs runs;
-  runs.length = (n_tokens - 1) / block_size + 1;
-  runs.last_used = static_cast<std::uint32_t>((n_tokens - 1) % block_size + 1);
+  const std::int64_t last = n_tokens - 1;
+  if (last >> 32 == 0) {  // a 32-bit division takes half the time
+    const auto small = static_cast<std::uint32_t>(last);
+    runs.length = std::int64_t{small / block_size} + 1;
+    runs.last_used = small % block_size + 1;
+  } else {
+    runs.length = last / block_size + 1;
+    runs.last_used = static_cast<std::uint32_t>(last % block_size + 1);
+  }
   if (__builtin_mul_overflow(runs.length, copies, &runs.total)) {
     runs.total = std::numeric_limits<std::int64_t>::max();
   }

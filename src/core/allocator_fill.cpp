@@ -20,24 +20,52 @@ void BlockPoolAllocator::mark_used(std::span<const BlockHandle> blocks, std::int
   const auto fill = static_cast<std::uint32_t>(n_used);
   const auto n = static_cast<std::int64_t>(blocks.size());
   std::lock_guard guard(state.lock);
+  bool one_owner = true;
+  const std::uint32_t slot = n == 0 ? kNoOwner : state.owner_of(blocks[0]);
   for (std::int64_t i = 0; i < n; ++i) {
+    if (state.is_plain(blocks[i])) {
+      const BlockRecord& record = state.blocks[blocks[i].record];
+      one_owner &= record.links.owner == slot;
+      if (record.references == 1) continue;
+    }
     const std::int64_t index = n == 1 ? -1 : i;
     const Reference reference = state.resolve_live(kMarkUsed, blocks[i], index);
-    const BlockRecord& record = state.blocks[state.record_of(reference)];
+    one_owner &= state.links(reference).owner == slot;
+    const BlockRecord& record = state.blocks[blocks[i].record];
     if (record.references != 1 && record.n_used != fill) {
       state.refuse_shared(kMarkUsed, blocks[i], index);
     }
   }
-  for (const BlockHandle& block : blocks) {
-    BlockRecord& record = state.blocks[block.record];
-    if (record.n_used == fill) continue;
-    const Reference reference =
-        block.reference == 0 ? block.record : kExtraBit | (block.reference - 1);
-    OwnerRecord& owner = state.owners[state.links(reference).owner];
-    state.count_fill(owner, record.n_used, -1);
-    state.count_fill(owner, fill, +1);
-    record.n_used = fill;
+  if (one_owner) {
+    state.fill_each(state.owners[slot], blocks, fill);
+  } else {
+    for (const BlockHandle& block : blocks) {
+      state.fill_each(state.owners[state.owner_of(block)], {&block, 1}, fill);
+    }
   }
+}
+
+std::uint32_t BlockPoolAllocator::State::owner_of(const BlockHandle& handle) const noexcept {
+  if (handle.reference != 0) {
+    const std::uint32_t slot = handle.reference - 1;
+    return slot < extras.size() ? extras[slot].links.owner : kNoOwner;
+  }
+  return handle.record < blocks.size() ? blocks[handle.record].links.owner : kNoOwner;
+}
+
+void BlockPoolAllocator::State::fill_each(OwnerRecord& owner, std::span<const BlockHandle> handles,
+                                          std::uint32_t n_used) noexcept {
+  const std::int64_t now_fragmented = is_fragmented(n_used);
+  std::int64_t fragmented = 0;
+  std::int64_t unused = 0;
+  for (const BlockHandle& handle : handles) {
+    BlockRecord& record = blocks[handle.record];
+    const std::uint32_t before = record.n_used;
+    record.n_used = n_used;
+    fragmented += now_fragmented - is_fragmented(before);
+    unused += std::int64_t{before} - n_used;
+  }
+  move_gauges(owner, fragmented, unused);
 }
 
 void BlockPoolAllocator::set_format(const BlockHandle& block, FormatTag format) {

@@ -12,13 +12,16 @@ void BlockPoolAllocator::free(std::span<const BlockHandle> blocks) {
     const auto n = static_cast<std::int64_t>(blocks.size());
     for (std::int64_t i = 0; i < n; ++i) state.resolve(kCall, blocks[i], n == 1 ? -1 : i);
     notice.prepare(state.observers, n);
+    std::uint32_t owner = kNoOwner;  // of the block before
     for (const BlockHandle& block : blocks) {
       const Reference reference = state.resolve(kCall, block);
       if (reference == kNoReference) continue;  // stale, perhaps by an earlier one of the list
-      const std::uint32_t owner = state.links(reference).owner;
+      const std::uint32_t its_owner = state.links(reference).owner;
+      if (its_owner != owner && owner != kNoOwner) state.retire_owner(owner);
+      owner = its_owner;
       state.drop(reference, notice);
-      state.retire_owner(owner);
     }
+    if (owner != kNoOwner) state.retire_owner(owner);
     state.history.add(state.stats);
   }
   notice.deliver(&PoolObserver::blocks_freed);

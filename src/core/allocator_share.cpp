@@ -65,14 +65,12 @@ std::optional<Shortage> BlockPoolAllocator::try_writable(const BlockHandle& bloc
 
   OwnerRecord& owner = state.owners[slot];
   const BlockRecord& source = state.blocks[index];
-  const std::uint32_t fresh = state.take(list, FormatTag{source.format}, source.n_used);
-  state.blocks[fresh].links.owner = kNoOwner;
+  const std::uint32_t fresh = state.take_unowned(list, FormatTag{source.format}, source.n_used);
   const Reference copy = state.add_extra(fresh, state.last_serial, state.order_of(shared));
   state.replace(owner, list, shared, copy);
   --state.blocks[index].references;
   state.count_fill(owner, source.n_used, +1);
   state.use_reserved(owner, list, 1);
-  ++state.stats.n_allocations;
   state.note_peak();
   state.history.add(state.stats);
   out = state.handle_of(copy);

@@ -59,7 +59,9 @@ class OwnerTable {
     return find_slowly(id);
   }
   /// Makes room for one more owner; add then cannot fail.
-  void make_room();
+  void make_room() {
+    if ((free_ == kNoOwner && slots_.size() == slots_.capacity()) || is_half_full()) grow();
+  }
   /// Makes an inactive owner active; `first_serial` is the next serial of the pool.
   std::uint32_t add(OwnerId id, std::uint64_t first_serial) noexcept;
   void remove(std::uint32_t slot) noexcept;
@@ -68,8 +70,15 @@ class OwnerTable {
   std::size_t home(OwnerId id) const noexcept {
     return (static_cast<std::uint64_t>(id) * 0x9e37'79b9'7f4a'7c15u) >> shift_;
   }
+  bool is_half_full() const noexcept { return (active_ + 1) * 2 > index_.size(); }
   std::uint32_t find_slowly(OwnerId id) const noexcept;
-  void put(std::uint32_t slot) noexcept;
+  void put(std::uint32_t slot) noexcept {
+    const std::size_t mask = index_.size() - 1;
+    std::size_t i = home(slots_[slot].id);
+    while (index_[i] != kNoOwner) i = (i + 1) & mask;
+    index_[i] = slot;
+  }
+  void grow();
   void rehash(int log2_size);
 
   std::vector<OwnerRecord> slots_;    // slot 0 is nobody's
@@ -79,5 +88,40 @@ class OwnerTable {
   std::size_t active_ = 0;
   mutable std::uint32_t last_ = kNoOwner;  // found or added last
 };
+
+inline std::uint32_t OwnerTable::add(OwnerId id, std::uint64_t first_serial) noexcept {
+  std::uint32_t slot = free_;
+  if (slot != kNoOwner) {
+    free_ = slots_[slot].lists[0].head;
+    slots_[slot].lists[0].head = kNoReference;
+  } else {
+    slot = static_cast<std::uint32_t>(slots_.size());
+    slots_.emplace_back();
+  }
+  slots_[slot].id = id;
+  slots_[slot].first_serial = first_serial;
+  put(slot);
+  ++active_;
+  return last_ = slot;
+}
+
+inline void OwnerTable::remove(std::uint32_t slot) noexcept {
+  const std::size_t mask = index_.size() - 1;
+  std::size_t hole = home(slots_[slot].id);
+  while (index_[hole] != slot) hole = (hole + 1) & mask;
+  // Close the gap: move back each later entry of the run whose home is not past the hole.
+  for (std::size_t i = (hole + 1) & mask; index_[i] != kNoOwner; i = (i + 1) & mask) {
+    const std::size_t distance = (i - home(slots_[index_[i]].id)) & mask;
+    if (distance >= ((i - hole) & mask)) {
+      index_[hole] = index_[i];
+      hole = i;
+    }
+  }
+  index_[hole] = kNoOwner;
+  slots_[slot] = OwnerRecord{};
+  slots_[slot].lists[0].head = free_;
+  free_ = slot;
+  --active_;
+}
 
 }  // namespace kvpool::core

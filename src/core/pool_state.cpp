@@ -111,28 +111,6 @@ Reference BlockPoolAllocator::State::resolve_slowly(const char* call, const Bloc
   return kExtraBit | slot;
 }
 
-void BlockPoolAllocator::State::drop(Reference reference, Notice& notice) noexcept {
-  const std::uint32_t index = record_of(reference);
-  BlockRecord& record = blocks[index];
-  const int list = record.stream == Stream::kValue ? 1 : 0;
-  Links& place = links(reference);
-  OwnerRecord& owner = owners[place.owner];
-  OwnerList& held = owner.lists[list];
-  (place.prev == kNoReference ? held.head : links(place.prev).next) = place.next;
-  (place.next == kNoReference ? held.tail : links(place.next).prev) = place.prev;
-  --held.count;
-  if (is_extra(reference)) {
-    extras.give_back(slot_of(reference));
-  } else {
-    place.owner = kNoOwner;
-  }
-  if (--record.references != 0) return;
-  count_fill(owner, record.n_used, -1);
-  ++stats.n_frees;
-  notice.add({BlockId{record.id}, index, record.serial});
-  blocks.push(list, index);
-}
-
 std::int64_t BlockPoolAllocator::State::headroom() const noexcept {
   if (!config.grow_on_exhaustion) return 0;
   std::int64_t room = blocks.mintable();
@@ -171,56 +149,76 @@ std::optional<Shortage> BlockPoolAllocator::State::obtain(OwnerId owner, const D
                                                           std::uint32_t& owner_slot) {
   owner_slot = owners.find(owner);
   Demand to_mint;
-  if (auto shortage = plan(owner, owner_slot, wanted, to_mint)) {
-    note_exhausted();
-    return shortage;
+  const bool covered =
+      wanted.blocks[0] <= free_for(0, owner_slot) && wanted.blocks[1] <= free_for(1, owner_slot);
+  if (!covered) {
+    if (auto shortage = plan(owner, owner_slot, wanted, to_mint)) {
+      note_exhausted();
+      return shortage;
+    }
+    make_room(to_mint);
   }
-  make_room(to_mint);
   if (owner_slot == kNoOwner) {
     owners.make_room();
     owner_slot = owners.add(owner, last_serial + 1);
   }
-  mint(to_mint);
+  if (!covered) mint(to_mint);
   return std::nullopt;
 }
 
-std::uint32_t BlockPoolAllocator::State::take(int list, FormatTag format,
-                                              std::uint32_t n_used) noexcept {
+std::uint32_t BlockPoolAllocator::State::take_unowned(int list, FormatTag format,
+                                                      std::uint32_t n_used) noexcept {
   FreeList& free = blocks.list(list);
   const std::uint32_t index = free.top;
   BlockRecord& record = blocks[index];
   free.top = record.links.prev;
   --free.count;
-  record.serial = ++last_serial;
-  record.references = 1;
-  record.n_used = n_used;
-  record.format = static_cast<std::uint16_t>(format);
   stats.n_reused += record.ever_allocated;
-  record.ever_allocated = true;
+  ++stats.n_allocations;
+  check_out(record, ++last_serial, format, n_used);
+  record.links.owner = kNoOwner;
   return index;
 }
 
+// What lies below a block on the free list is what comes after it in the owner's list, so each
+// record is written once.
 void BlockPoolAllocator::State::take_runs(int list, std::uint32_t owner_slot, FormatTag format,
                                           std::int64_t run, std::uint32_t last_used,
                                           std::span<BlockHandle> out) noexcept {
   OwnerRecord& owner = owners[owner_slot];
-  std::int64_t left = run;
-  for (BlockHandle& handle : out) {
-    const bool last = --left == 0;
-    const std::uint32_t n_used = last ? last_used : block_size;
-    if (last) {
-      left = run;
-      count_fill(owner, n_used, +1);
-    }
-    const std::uint32_t index = take(list, format, n_used);
-    blocks[index].links.owner = owner_slot;
-    append(owner, list, index);
-    handle = BlockHandle{
-        pool_id, last_serial, index, 0, BlockId{blocks[index].id}, blocks[index].stream};
-  }
+  OwnerList& held = owner.lists[list];
+  FreeList& free = blocks.list(list);
   const auto n = static_cast<std::int64_t>(out.size());
-  use_reserved(owner, list, n);
+  const Stream stream = stream_of(list);
+  std::uint32_t index = free.top;
+  Reference prev = held.tail;
+  (prev == kNoReference ? held.head : links(prev).next) = index;
+  std::uint64_t serial = last_serial;
+  std::int64_t reused = 0;
+  std::int64_t left = run;
+  BlockRecord* record = nullptr;
+  for (BlockHandle& handle : out) {
+    record = &blocks[index];
+    const std::uint32_t next = record->links.prev;
+    record->links = {owner_slot, prev, next};
+    reused += record->ever_allocated;
+    const bool last = --left == 0;
+    if (last) left = run;
+    check_out(*record, ++serial, format, last ? last_used : block_size);
+    handle = BlockHandle{pool_id, serial, index, 0, BlockId{record->id}, stream};
+    prev = index;
+    index = next;
+  }
+  record->links.next = kNoReference;
+  held.tail = prev;
+  held.count += static_cast<std::uint32_t>(n);
+  free.top = index;
+  free.count -= n;
+  last_serial = serial;
+  count_fill(owner, last_used, n / run);
+  stats.n_reused += reused;
   stats.n_allocations += n;
+  use_reserved(owner, list, n);
 }
 
 }  // namespace kvpool::core

@@ -67,16 +67,20 @@ struct BlockPoolAllocator::State {
   }
   BlockHandle handle_of(Reference reference) const noexcept;
 
+  /// Whether `handle` is the live reference of a checkout: most handles are.
+  bool is_plain(const BlockHandle& handle) const noexcept {
+    if (handle.record >= blocks.size()) return false;
+    const BlockRecord& record = blocks[handle.record];
+    const std::uint64_t differences =
+        (handle.pool ^ pool_id) | (record.serial ^ handle.serial) | handle.reference |
+        (record.id ^ value(handle.id)) |
+        (static_cast<std::uint32_t>(record.stream) ^ static_cast<std::uint32_t>(handle.stream));
+    return differences == 0 && is_live(record);
+  }
   /// The live reference behind `handle`, kNoReference for a stale one. Throws for a foreign one,
   /// naming the argument (and its place in a list, where `index` >= 0).
   Reference resolve(const char* call, const BlockHandle& handle, std::int64_t index = -1) const {
-    if (handle.pool == pool_id && handle.reference == 0 && handle.record < blocks.size()) {
-      const BlockRecord& record = blocks[handle.record];
-      if (record.serial == handle.serial && record.id == value(handle.id) &&
-          record.stream == handle.stream && is_live(record)) {
-        return handle.record;
-      }
-    }
+    if (is_plain(handle)) return handle.record;
     return resolve_slowly(call, handle, index);
   }
   /// The same where stale handles are refused too.
@@ -97,7 +101,27 @@ struct BlockPoolAllocator::State {
     ++held.count;
   }
   /// Drops a live reference; the block goes back when it was the last.
-  void drop(Reference reference, Notice& notice) noexcept;
+  void drop(Reference reference, Notice& notice) noexcept {
+    const std::uint32_t index = record_of(reference);
+    BlockRecord& record = blocks[index];
+    const int list = record.stream == Stream::kValue ? 1 : 0;
+    Links& place = links(reference);
+    OwnerRecord& owner = owners[place.owner];
+    OwnerList& held = owner.lists[list];
+    (place.prev == kNoReference ? held.head : links(place.prev).next) = place.next;
+    (place.next == kNoReference ? held.tail : links(place.next).prev) = place.prev;
+    --held.count;
+    if (is_extra(reference)) {
+      extras.give_back(slot_of(reference));
+    } else {
+      place.owner = kNoOwner;
+    }
+    if (--record.references != 0) return;
+    count_fill(owner, record.n_used, -1);
+    ++stats.n_frees;
+    notice.add({BlockId{record.id}, index, record.serial});
+    blocks.push(list, index);
+  }
   /// Drops every reference of `owner` one by one.
   void drop_each(OwnerRecord& owner, Notice& notice) noexcept;
   /// Hands the lists of an owner that shares nothing to the free lists as they are; remove the
@@ -148,8 +172,16 @@ struct BlockPoolAllocator::State {
     const std::uint32_t slot = owners.find(owner);
     return slot != kNoOwner ? slot : owners.add(owner, last_serial + 1);
   }
-  /// Takes the top block of the list; its own reference belongs to nobody yet.
-  std::uint32_t take(int list, FormatTag format, std::uint32_t n_used) noexcept;
+  void check_out(BlockRecord& record, std::uint64_t serial, FormatTag format,
+                 std::uint32_t n_used) noexcept {
+    record.serial = serial;
+    record.references = 1;
+    record.n_used = n_used;
+    record.format = static_cast<std::uint16_t>(format);
+    record.ever_allocated = true;
+  }
+  /// Takes the top block of the list; the reference of its checkout is nobody's.
+  std::uint32_t take_unowned(int list, FormatTag format, std::uint32_t n_used) noexcept;
   /// Takes out.size() blocks in runs of `run`, of which the last holds `last_used` tokens.
   void take_runs(int list, std::uint32_t owner_slot, FormatTag format, std::int64_t run,
                  std::uint32_t last_used, std::span<BlockHandle> out) noexcept;
@@ -169,17 +201,24 @@ struct BlockPoolAllocator::State {
   // --- fill --------------------------------------------------------------------------------------
 
   bool is_fragmented(std::uint32_t n_used) const noexcept {
-    return n_used != 0 && n_used < block_size;
+    return n_used - 1 < block_size - 1;  // not 0 and not full, in one unsigned comparison
   }
-  /// Moves the gauges of the pool and of `owner` by a block's fill, in (+1) or out (-1).
-  void count_fill(OwnerRecord& owner, std::uint32_t n_used, std::int64_t sign) noexcept {
-    const std::int64_t fragmented = is_fragmented(n_used) ? sign : 0;
-    const std::int64_t unused = sign * (block_size - n_used);
+  /// Adds `n` blocks of this fill (or takes them out, n < 0) to the gauges of the pool and of
+  /// `owner`.
+  void count_fill(OwnerRecord& owner, std::uint32_t n_used, std::int64_t n) noexcept {
+    move_gauges(owner, is_fragmented(n_used) ? n : 0, n * (block_size - n_used));
+  }
+  void move_gauges(OwnerRecord& owner, std::int64_t fragmented, std::int64_t unused) noexcept {
     owner.fragmented += fragmented;
     owner.unused_slots += unused;
     stats.fragmented_count += fragmented;
     stats.unused_slot_count += unused;
   }
+  /// The slot of the owner that `handle` names, kNoOwner where it names nothing.
+  std::uint32_t owner_of(const BlockHandle& handle) const noexcept;
+  /// Sets the fill of blocks whose live handles all belong to `owner`.
+  void fill_each(OwnerRecord& owner, std::span<const BlockHandle> handles,
+                 std::uint32_t n_used) noexcept;
   void note_exhausted() noexcept {
     ++stats.n_exhausted;
     history.add(stats);
