@@ -20,37 +20,22 @@ void BlockPoolAllocator::mark_used(std::span<const BlockHandle> blocks, std::int
   const auto fill = static_cast<std::uint32_t>(n_used);
   const auto n = static_cast<std::int64_t>(blocks.size());
   std::lock_guard guard(state.lock);
-  bool one_owner = true;
   const std::uint32_t slot = n == 0 ? kNoOwner : state.owner_of(blocks[0]);
+  if (state.are_alone(blocks, slot)) {
+    state.fill_each(state.owners[slot], blocks, fill);
+    return;
+  }
   for (std::int64_t i = 0; i < n; ++i) {
-    if (state.is_plain(blocks[i])) {
-      const BlockRecord& record = state.blocks[blocks[i].record];
-      one_owner &= record.links.owner == slot;
-      if (record.references == 1) continue;
-    }
     const std::int64_t index = n == 1 ? -1 : i;
     const Reference reference = state.resolve_live(kMarkUsed, blocks[i], index);
-    one_owner &= state.links(reference).owner == slot;
-    const BlockRecord& record = state.blocks[blocks[i].record];
+    const BlockRecord& record = state.blocks[state.record_of(reference)];
     if (record.references != 1 && record.n_used != fill) {
       state.refuse_shared(kMarkUsed, blocks[i], index);
     }
   }
-  if (one_owner) {
-    state.fill_each(state.owners[slot], blocks, fill);
-  } else {
-    for (const BlockHandle& block : blocks) {
-      state.fill_each(state.owners[state.owner_of(block)], {&block, 1}, fill);
-    }
+  for (const BlockHandle& block : blocks) {
+    state.fill_each(state.owners[state.owner_of(block)], {&block, 1}, fill);
   }
-}
-
-std::uint32_t BlockPoolAllocator::State::owner_of(const BlockHandle& handle) const noexcept {
-  if (handle.reference != 0) {
-    const std::uint32_t slot = handle.reference - 1;
-    return slot < extras.size() ? extras[slot].links.owner : kNoOwner;
-  }
-  return handle.record < blocks.size() ? blocks[handle.record].links.owner : kNoOwner;
 }
 
 void BlockPoolAllocator::State::fill_each(OwnerRecord& owner, std::span<const BlockHandle> handles,

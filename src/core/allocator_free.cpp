@@ -10,18 +10,15 @@ void BlockPoolAllocator::free(std::span<const BlockHandle> blocks) {
   {
     std::lock_guard guard(state.lock);
     const auto n = static_cast<std::int64_t>(blocks.size());
-    for (std::int64_t i = 0; i < n; ++i) state.resolve(kCall, blocks[i], n == 1 ? -1 : i);
-    notice.prepare(state.observers, n);
-    std::uint32_t owner = kNoOwner;  // of the block before
-    for (const BlockHandle& block : blocks) {
-      const Reference reference = state.resolve(kCall, block);
-      if (reference == kNoReference) continue;  // stale, perhaps by an earlier one of the list
-      const std::uint32_t its_owner = state.links(reference).owner;
-      if (its_owner != owner && owner != kNoOwner) state.retire_owner(owner);
-      owner = its_owner;
-      state.drop(reference, notice);
+    const std::uint32_t owner = n == 0 ? kNoOwner : state.owner_of(blocks[0]);
+    if (state.are_alone(blocks, owner)) {
+      notice.prepare(state.observers, n);
+      state.drop_alone(owner, blocks, notice);
+    } else {
+      for (std::int64_t i = 0; i < n; ++i) state.resolve(kCall, blocks[i], n == 1 ? -1 : i);
+      notice.prepare(state.observers, n);
+      state.drop_any(blocks, notice);
     }
-    if (owner != kNoOwner) state.retire_owner(owner);
     state.history.add(state.stats);
   }
   notice.deliver(&PoolObserver::blocks_freed);
@@ -50,6 +47,59 @@ std::int64_t BlockPoolAllocator::free_all(OwnerId owner) noexcept {
   }
   notice.deliver(&PoolObserver::blocks_freed);
   return dropped;
+}
+
+void BlockPoolAllocator::State::drop(Reference reference, Notice& notice) noexcept {
+  const std::uint32_t index = record_of(reference);
+  BlockRecord& record = blocks[index];
+  const int list = list_of(record);
+  Links& place = links(reference);
+  OwnerRecord& owner = owners[place.owner];
+  unlink(owner.lists[list], place);
+  if (is_extra(reference)) {
+    extras.give_back(slot_of(reference));
+  } else {
+    place.owner = kNoOwner;
+  }
+  if (--record.references != 0) return;
+  count_fill(owner, record.n_used, -1);
+  ++stats.n_frees;
+  notice.add({BlockId{record.id}, index, record.serial});
+  blocks.push(list, index);
+}
+
+void BlockPoolAllocator::State::drop_any(std::span<const BlockHandle> handles, Notice& notice) {
+  for (const BlockHandle& handle : handles) {
+    const Reference reference = resolve("BlockPoolAllocator::free", handle);
+    if (reference == kNoReference) continue;  // stale, perhaps by an earlier one of the list
+    const std::uint32_t owner = links(reference).owner;
+    drop(reference, notice);
+    retire_owner(owner);
+  }
+}
+
+void BlockPoolAllocator::State::drop_alone(std::uint32_t owner_slot,
+                                           std::span<const BlockHandle> handles,
+                                           Notice& notice) noexcept {
+  OwnerRecord& owner = owners[owner_slot];
+  std::int64_t freed = 0;
+  std::int64_t fragmented = 0;
+  std::int64_t used = 0;
+  for (const BlockHandle& handle : handles) {
+    BlockRecord& record = blocks[handle.record];
+    if (record.links.owner == kNoOwner) continue;  // named before
+    const int list = list_of(record);
+    unlink(owner.lists[list], record.links);
+    record.links.owner = kNoOwner;
+    fragmented += is_fragmented(record.n_used);
+    used += record.n_used;
+    ++freed;
+    notice.add({BlockId{record.id}, handle.record, record.serial});
+    blocks.push(list, handle.record);
+  }
+  move_gauges(owner, -fragmented, used - freed * block_size);
+  stats.n_frees += freed;
+  retire_owner(owner_slot);
 }
 
 // In the owner's order over both streams: each stream's free list is a stack of its own, so the

@@ -21,7 +21,7 @@ void BlockTable::mint(int list, Stream stream, std::int64_t n) noexcept {
       record.ever_allocated = record.retired = false;
       record.recycled = true;
     } else {
-      index = static_cast<std::uint32_t>(records_.size());
+      index = size_++;
       records_.emplace_back();
     }
     records_[index].id = static_cast<std::uint32_t>(next_id_++);

@@ -28,7 +28,7 @@ class BlockTable {
   BlockRecord& operator[](std::uint32_t index) noexcept { return records_[index]; }
   const BlockRecord& operator[](std::uint32_t index) const noexcept { return records_[index]; }
   /// Records ever made: the bound of valid indices. Never falls.
-  std::size_t size() const noexcept { return records_.size(); }
+  std::uint32_t size() const noexcept { return size_; }
   std::int64_t next_id() const noexcept { return next_id_; }
   std::int64_t managed() const noexcept { return lists_[0].managed + lists_[1].managed; }
   /// Blocks that can still be minted: ids and indices both run out.
@@ -59,6 +59,7 @@ class BlockTable {
 
  private:
   std::vector<BlockRecord> records_;
+  std::uint32_t size_ = 0;  // of records_, without a vector's division by 40
   FreeList lists_[kListCount];
   std::uint32_t retired_ = kNoReference;  // threaded through links.prev
   std::int64_t n_retired_ = 0;

@@ -40,6 +40,9 @@ struct BlockPoolAllocator::State {
 
   /// The free list behind `stream`; throws where the pool has no such stream.
   int list_of(const char* call, Stream stream) const;
+  static int list_of(const BlockRecord& record) noexcept {
+    return record.stream == Stream::kValue ? 1 : 0;
+  }
   Stream stream_of(int list) const noexcept {
     if (!config.separate_kv) return Stream::kShared;
     return list == 0 ? Stream::kKey : Stream::kValue;
@@ -67,15 +70,41 @@ struct BlockPoolAllocator::State {
   }
   BlockHandle handle_of(Reference reference) const noexcept;
 
+  /// 0 where `handle` says what `record` says: its latest checkout, live or not.
+  std::uint64_t differences(const BlockHandle& handle, const BlockRecord& record) const noexcept {
+    return (handle.pool ^ pool_id) | (record.serial ^ handle.serial) | handle.reference |
+           (record.id ^ value(handle.id)) |
+           (static_cast<std::uint32_t>(record.stream) ^ static_cast<std::uint32_t>(handle.stream));
+  }
   /// Whether `handle` is the live reference of a checkout: most handles are.
   bool is_plain(const BlockHandle& handle) const noexcept {
     if (handle.record >= blocks.size()) return false;
     const BlockRecord& record = blocks[handle.record];
-    const std::uint64_t differences =
-        (handle.pool ^ pool_id) | (record.serial ^ handle.serial) | handle.reference |
-        (record.id ^ value(handle.id)) |
-        (static_cast<std::uint32_t>(record.stream) ^ static_cast<std::uint32_t>(handle.stream));
-    return differences == 0 && is_live(record);
+    return differences(handle, record) == 0 && is_live(record);
+  }
+  /// Whether all are plain, and the one owner in `owner_slot` is alone in referring to them: the
+  /// common case of the calls that are made for all layers of a model at once.
+  bool are_alone(std::span<const BlockHandle> handles, std::uint32_t owner_slot) const noexcept {
+    if (owner_slot == kNoOwner) return false;
+    const std::uint32_t size = blocks.size();
+    std::uint64_t different = 0;
+    std::uint64_t oldest = std::numeric_limits<std::uint64_t>::max();
+    for (const BlockHandle& handle : handles) {
+      if (handle.record >= size) return false;
+      const BlockRecord& record = blocks[handle.record];
+      different |=
+          differences(handle, record) | (record.links.owner ^ owner_slot) | (record.references ^ 1);
+      oldest = std::min(oldest, record.serial);
+    }
+    return different == 0 && oldest >= owners[owner_slot].first_serial;
+  }
+  /// The slot of the owner that `handle` names, kNoOwner where it names nothing.
+  std::uint32_t owner_of(const BlockHandle& handle) const noexcept {
+    if (handle.reference == 0) {
+      return handle.record < blocks.size() ? blocks[handle.record].links.owner : kNoOwner;
+    }
+    const std::uint32_t slot = handle.reference - 1;
+    return slot < extras.size() ? extras[slot].links.owner : kNoOwner;
   }
   /// The live reference behind `handle`, kNoReference for a stale one. Throws for a foreign one,
   /// naming the argument (and its place in a list, where `index` >= 0).
@@ -100,28 +129,19 @@ struct BlockPoolAllocator::State {
     held.tail = reference;
     ++held.count;
   }
-  /// Drops a live reference; the block goes back when it was the last.
-  void drop(Reference reference, Notice& notice) noexcept {
-    const std::uint32_t index = record_of(reference);
-    BlockRecord& record = blocks[index];
-    const int list = record.stream == Stream::kValue ? 1 : 0;
-    Links& place = links(reference);
-    OwnerRecord& owner = owners[place.owner];
-    OwnerList& held = owner.lists[list];
+  /// Takes the reference at `place` out of its owner's list.
+  void unlink(OwnerList& held, const Links& place) noexcept {
     (place.prev == kNoReference ? held.head : links(place.prev).next) = place.next;
     (place.next == kNoReference ? held.tail : links(place.next).prev) = place.prev;
     --held.count;
-    if (is_extra(reference)) {
-      extras.give_back(slot_of(reference));
-    } else {
-      place.owner = kNoOwner;
-    }
-    if (--record.references != 0) return;
-    count_fill(owner, record.n_used, -1);
-    ++stats.n_frees;
-    notice.add({BlockId{record.id}, index, record.serial});
-    blocks.push(list, index);
   }
+  /// Drops a live reference; the block goes back when it was the last.
+  void drop(Reference reference, Notice& notice) noexcept;
+  /// Drops live and stale references alike, and owners that need not be kept.
+  void drop_any(std::span<const BlockHandle> handles, Notice& notice);
+  /// The same for references that are alone (see are_alone) but may be named twice.
+  void drop_alone(std::uint32_t owner_slot, std::span<const BlockHandle> handles,
+                  Notice& notice) noexcept;
   /// Drops every reference of `owner` one by one.
   void drop_each(OwnerRecord& owner, Notice& notice) noexcept;
   /// Hands the lists of an owner that shares nothing to the free lists as they are; remove the
@@ -214,8 +234,6 @@ struct BlockPoolAllocator::State {
     stats.fragmented_count += fragmented;
     stats.unused_slot_count += unused;
   }
-  /// The slot of the owner that `handle` names, kNoOwner where it names nothing.
-  std::uint32_t owner_of(const BlockHandle& handle) const noexcept;
   /// Sets the fill of blocks whose live handles all belong to `owner`.
   void fill_each(OwnerRecord& owner, std::span<const BlockHandle> handles,
                  std::uint32_t n_used) noexcept;
