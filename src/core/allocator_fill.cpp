@@ -40,17 +40,16 @@ void BlockPoolAllocator::mark_used(std::span<const BlockHandle> blocks, std::int
 
 void BlockPoolAllocator::State::fill_each(OwnerRecord& owner, std::span<const BlockHandle> handles,
                                           std::uint32_t n_used) noexcept {
-  const std::int64_t now_fragmented = is_fragmented(n_used);
-  std::int64_t fragmented = 0;
-  std::int64_t unused = 0;
+  const auto n = static_cast<std::int64_t>(handles.size());
+  std::int64_t were_fragmented = 0;
+  std::int64_t were_used = 0;
   for (const BlockHandle& handle : handles) {
     BlockRecord& record = blocks[handle.record];
-    const std::uint32_t before = record.n_used;
+    were_fragmented += is_fragmented(record.n_used);
+    were_used += record.n_used;
     record.n_used = n_used;
-    fragmented += now_fragmented - is_fragmented(before);
-    unused += std::int64_t{before} - n_used;
   }
-  move_gauges(owner, fragmented, unused);
+  move_gauges(owner, n * is_fragmented(n_used) - were_fragmented, were_used - n * n_used);
 }
 
 void BlockPoolAllocator::set_format(const BlockHandle& block, FormatTag format) {

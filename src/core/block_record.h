@@ -1,6 +1,9 @@
 #pragma once
 
+#include <bit>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "kvpool/core/stream.h"
 
@@ -36,15 +39,26 @@ struct Links {
 struct BlockRecord {
   std::uint64_t serial = 0;  // of the latest checkout; keeps rising when the record is used again
   std::uint32_t id = 0;
-  Links links;                   // of the checkout's own reference; owner kNoOwner once dropped
-  std::uint32_t references = 0;  // meaningful while in use
-  std::uint32_t n_used = 0;      // token slots, meaningful while in use
-  std::uint16_t format = 0;
   Stream stream = Stream::kKey;
   bool ever_allocated : 1 = false;
   bool retired : 1 = false;
   bool recycled : 1 = false;  // had another id before
+  std::uint16_t format = 0;
+  std::uint32_t references = 0;  // meaningful while in use
+  Links links;                   // of the checkout's own reference; owner kNoOwner once dropped
+  std::uint32_t n_used = 0;      // token slots, meaningful while in use
 };
 static_assert(sizeof(BlockRecord) == 40);
+
+/// Id and stream in one word: they lie alike in handles and records, and comparing them together is
+/// what makes checking a list of handles quick.
+template <typename T>
+std::uint64_t id_and_stream(const T& named) noexcept {
+  constexpr std::size_t kAt = offsetof(T, id);
+  static_assert(offsetof(T, stream) == kAt + 4 && kAt + 8 <= sizeof(T));
+  std::uint64_t word;
+  std::memcpy(&word, reinterpret_cast<const char*>(&named) + kAt, sizeof word);
+  return std::endian::native == std::endian::little ? word << 24 : word >> 24;
+}
 
 }  // namespace kvpool::core

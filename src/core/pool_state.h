@@ -72,13 +72,17 @@ struct BlockPoolAllocator::State {
 
   /// 0 where `handle` says what `record` says: its latest checkout, live or not.
   std::uint64_t differences(const BlockHandle& handle, const BlockRecord& record) const noexcept {
-    return (handle.pool ^ pool_id) | (record.serial ^ handle.serial) | handle.reference |
-           (record.id ^ value(handle.id)) |
-           (static_cast<std::uint32_t>(record.stream) ^ static_cast<std::uint32_t>(handle.stream));
+    return (handle.pool ^ pool_id) | (handle.serial ^ record.serial) |
+           (id_and_stream(handle) ^ id_and_stream(record));
+  }
+  /// The record that `handle` names as the reference of a checkout; blocks.size() or more where it
+  /// does not.
+  static std::uint64_t checkout_record(const BlockHandle& handle) noexcept {
+    return handle.record | std::uint64_t{handle.reference} << 32;
   }
   /// Whether `handle` is the live reference of a checkout: most handles are.
   bool is_plain(const BlockHandle& handle) const noexcept {
-    if (handle.record >= blocks.size()) return false;
+    if (checkout_record(handle) >= blocks.size()) return false;
     const BlockRecord& record = blocks[handle.record];
     return differences(handle, record) == 0 && is_live(record);
   }
@@ -90,10 +94,11 @@ struct BlockPoolAllocator::State {
     std::uint64_t different = 0;
     std::uint64_t oldest = std::numeric_limits<std::uint64_t>::max();
     for (const BlockHandle& handle : handles) {
-      if (handle.record >= size) return false;
-      const BlockRecord& record = blocks[handle.record];
-      different |=
-          differences(handle, record) | (record.links.owner ^ owner_slot) | (record.references ^ 1);
+      const std::uint64_t index = checkout_record(handle);
+      if (index >= size) return false;
+      const BlockRecord& record = blocks[static_cast<std::uint32_t>(index)];
+      const std::uint64_t held = record.references | std::uint64_t{record.links.owner} << 32;
+      different |= differences(handle, record) | (held ^ (1 | std::uint64_t{owner_slot} << 32));
       oldest = std::min(oldest, record.serial);
     }
     return different == 0 && oldest >= owners[owner_slot].first_serial;
