@@ -5,15 +5,21 @@ namespace kvpool::core {
 
 namespace {
 
-/// The shape of a request for `copies` runs of n_tokens token slots each.
-struct Runs {
-  std::int64_t length;      // blocks of a run
-  std::int64_t total;       // blocks of all runs; capped where no pool could have so many
-  std::uint32_t last_used;  // fill of each run's last block
-};
+void check_size(const char* call, const char* argument, std::size_t size, std::int64_t needed) {
+  if (size != static_cast<std::size_t>(needed)) {
+    throw InvalidArgument("[" + std::string(call) + "] " + argument + " must hold " +
+                          std::to_string(needed) + " handles, got " + std::to_string(size));
+  }
+}
 
-Runs check_runs(const char* call, std::int64_t n_tokens, std::int64_t copies,
-                std::uint32_t block_size) {
+constexpr const char* kAllocate = "BlockPoolAllocator::allocate";
+constexpr const char* kAllocateKv = "BlockPoolAllocator::allocate_kv";
+
+}  // namespace
+
+BlockPoolAllocator::State::Runs BlockPoolAllocator::State::check_runs(const char* call,
+                                                                      std::int64_t n_tokens,
+                                                                      std::int64_t copies) const {
   const auto refuse = [&](const char* what, std::int64_t got) {
     throw InvalidArgument("[" + std::string(call) + "] " + what + " must be > 0, got " +
                           std::to_string(got));
@@ -21,6 +27,7 @@ Runs check_runs(const char* call, std::int64_t n_tokens, std::int64_t copies,
   if (n_tokens <= 0) refuse("n_tokens", n_tokens);
   if (copies <= 0) refuse("copies", copies);
   Runs runs;
+  runs.copies = copies;
   const std::int64_t last = n_tokens - 1;
   if (last >> 32 == 0) {  // a 32-bit division takes half the time
     const auto small = static_cast<std::uint32_t>(last);
@@ -38,24 +45,12 @@ Runs check_runs(const char* call, std::int64_t n_tokens, std::int64_t copies,
   return runs;
 }
 
-void check_size(const char* call, const char* argument, std::size_t size, std::int64_t needed) {
-  if (size != static_cast<std::size_t>(needed)) {
-    throw InvalidArgument("[" + std::string(call) + "] " + argument + " must hold " +
-                          std::to_string(needed) + " handles, got " + std::to_string(size));
-  }
-}
-
-constexpr const char* kAllocate = "BlockPoolAllocator::allocate";
-constexpr const char* kAllocateKv = "BlockPoolAllocator::allocate_kv";
-
-}  // namespace
-
 std::optional<Shortage> BlockPoolAllocator::try_allocate(Stream stream, std::int64_t n_tokens,
                                                          OwnerId owner, FormatTag format,
                                                          std::span<BlockHandle> out,
                                                          std::int64_t copies) {
   State& state = *state_;
-  const Runs runs = check_runs(kAllocate, n_tokens, copies, state.block_size);
+  const State::Runs runs = state.check_runs(kAllocate, n_tokens, copies);
   const int list = state.list_of(kAllocate, stream);
   check_size(kAllocate, "out", out.size(), runs.total);
   std::lock_guard guard(state.lock);
@@ -65,7 +60,7 @@ std::optional<Shortage> BlockPoolAllocator::try_allocate(Stream stream, std::int
   wanted.blocks[list] = runs.total;
   std::uint32_t slot = kNoOwner;
   if (auto shortage = state.obtain(owner, wanted, slot)) return shortage;
-  state.take_runs(list, slot, format, runs.length, runs.last_used, out);
+  state.take_runs(list, slot, format, runs, out);
   state.note_peak();
   state.history.add(state.stats);
   return std::nullopt;
@@ -75,7 +70,7 @@ std::optional<Shortage> BlockPoolAllocator::try_allocate_kv(
     std::int64_t n_tokens, OwnerId owner, FormatTag key_format, FormatTag value_format,
     std::span<BlockHandle> keys, std::span<BlockHandle> values, std::int64_t copies) {
   State& state = *state_;
-  const Runs runs = check_runs(kAllocateKv, n_tokens, copies, state.block_size);
+  const State::Runs runs = state.check_runs(kAllocateKv, n_tokens, copies);
   check_size(kAllocateKv, "keys", keys.size(), runs.total);
   check_size(kAllocateKv, "values", values.size(), runs.total);
   const int key_list = 0;
@@ -89,8 +84,8 @@ std::optional<Shortage> BlockPoolAllocator::try_allocate_kv(
   wanted.blocks[value_list] += runs.total;
   std::uint32_t slot = kNoOwner;
   if (auto shortage = state.obtain(owner, wanted, slot)) return shortage;
-  state.take_runs(key_list, slot, key_format, runs.length, runs.last_used, keys);
-  state.take_runs(value_list, slot, value_format, runs.length, runs.last_used, values);
+  state.take_runs(key_list, slot, key_format, runs, keys);
+  state.take_runs(value_list, slot, value_format, runs, values);
   state.note_peak();
   state.history.add(state.stats);
   return std::nullopt;
@@ -100,7 +95,7 @@ std::vector<BlockHandle> BlockPoolAllocator::allocate(Stream stream, std::int64_
                                                       OwnerId owner, FormatTag format,
                                                       std::int64_t copies) {
   State& state = *state_;
-  const Runs runs = check_runs(kAllocate, n_tokens, copies, state.block_size);
+  const State::Runs runs = state.check_runs(kAllocate, n_tokens, copies);
   const int list = state.list_of(kAllocate, stream);
   {
     // A request that the pool cannot meet asks for no memory, however large it is.

@@ -183,19 +183,17 @@ std::uint32_t BlockPoolAllocator::State::take_unowned(int list, FormatTag format
 // What lies below a block on the free list is what comes after it in the owner's list, so each
 // record is written once.
 void BlockPoolAllocator::State::take_runs(int list, std::uint32_t owner_slot, FormatTag format,
-                                          std::int64_t run, std::uint32_t last_used,
-                                          std::span<BlockHandle> out) noexcept {
+                                          const Runs& runs, std::span<BlockHandle> out) noexcept {
   OwnerRecord& owner = owners[owner_slot];
   OwnerList& held = owner.lists[list];
   FreeList& free = blocks.list(list);
-  const auto n = static_cast<std::int64_t>(out.size());
   const Stream stream = stream_of(list);
   std::uint32_t index = free.top;
   Reference prev = held.tail;
   (prev == kNoReference ? held.head : links(prev).next) = index;
   std::uint64_t serial = last_serial;
   std::int64_t reused = 0;
-  std::int64_t left = run;
+  std::int64_t left = runs.length;
   BlockRecord* record = nullptr;
   for (BlockHandle& handle : out) {
     record = &blocks[index];
@@ -203,22 +201,22 @@ void BlockPoolAllocator::State::take_runs(int list, std::uint32_t owner_slot, Fo
     record->links = {owner_slot, prev, next};
     reused += record->ever_allocated;
     const bool last = --left == 0;
-    if (last) left = run;
-    check_out(*record, ++serial, format, last ? last_used : block_size);
+    if (last) left = runs.length;
+    check_out(*record, ++serial, format, last ? runs.last_used : block_size);
     handle = BlockHandle{pool_id, serial, index, 0, BlockId{record->id}, stream};
     prev = index;
     index = next;
   }
   record->links.next = kNoReference;
   held.tail = prev;
-  held.count += static_cast<std::uint32_t>(n);
+  held.count += static_cast<std::uint32_t>(runs.total);
   free.top = index;
-  free.count -= n;
+  free.count -= runs.total;
   last_serial = serial;
-  count_fill(owner, last_used, n / run);
+  count_fill(owner, runs.last_used, runs.copies);
   stats.n_reused += reused;
-  stats.n_allocations += n;
-  use_reserved(owner, list, n);
+  stats.n_allocations += runs.total;
+  use_reserved(owner, list, runs.total);
 }
 
 }  // namespace kvpool::core

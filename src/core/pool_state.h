@@ -207,9 +207,17 @@ struct BlockPoolAllocator::State {
   }
   /// Takes the top block of the list; the reference of its checkout is nobody's.
   std::uint32_t take_unowned(int list, FormatTag format, std::uint32_t n_used) noexcept;
-  /// Takes out.size() blocks in runs of `run`, of which the last holds `last_used` tokens.
-  void take_runs(int list, std::uint32_t owner_slot, FormatTag format, std::int64_t run,
-                 std::uint32_t last_used, std::span<BlockHandle> out) noexcept;
+  /// The shape of a request: `copies` runs of `length` blocks, each full but for its last one.
+  struct Runs {
+    std::int64_t length;
+    std::int64_t copies;
+    std::int64_t total;  // blocks of all runs; capped where no pool could have so many
+    std::uint32_t last_used;
+  };
+  Runs check_runs(const char* call, std::int64_t n_tokens, std::int64_t copies) const;
+  /// Takes runs.total blocks, the size of `out`.
+  void take_runs(int list, std::uint32_t owner_slot, FormatTag format, const Runs& runs,
+                 std::span<BlockHandle> out) noexcept;
   void set_reserved(OwnerRecord& owner, int list, std::int64_t n) noexcept {
     blocks.list(list).reserved += n - owner.lists[list].reserved;
     owner.lists[list].reserved = static_cast<std::uint32_t>(n);
