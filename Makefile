@@ -50,11 +50,12 @@ fuzz: ## a short run of each fuzz target
 	cmake --preset fuzz && cmake --build --preset fuzz -j $(JOBS) && ctest --preset fuzz
 
 .PHONY: lint
-lint: $(VENV)/.deps ## formats, lint, types, layers
+lint: build ## formats, lint, types, layers
 	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	scripts/check_layers.py
+	scripts/check_types.sh $(BIN)
 
 .PHONY: tidy
 tidy: $(VENV)/.deps system-test ## clang-tidy over the library
