@@ -158,7 +158,7 @@ def pooled_layers(model: Any) -> list[PooledLayer]:
 
 def _layers_of(model: Any) -> Sequence[Any]:
     for holder in (model, getattr(model, "model", None)):
-        layers = getattr(holder, "layers", None)
+        layers: Sequence[Any] | None = getattr(holder, "layers", None)
         if layers is not None and len(layers) > 0:
             return layers
     raise ValueError(f"[{_WHERE}] model {type(model).__name__} has neither make_cache nor layers")

@@ -124,7 +124,7 @@ for _index, _name in enumerate(_NAMES):
 
 
 def _row(stats: AllocationStats) -> Row:
-    return tuple(getattr(stats, name) for name in _NAMES)  # type: ignore[return-value]
+    return tuple(getattr(stats, name) for name in _NAMES)
 
 
 def summary(stats: AllocationStats) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from typing import NoReturn
 
 from kvpool import _native
@@ -98,5 +99,19 @@ class BlockPoolAllocator(_native.BlockPool):
         raise TypeError("[BlockPoolAllocator] a pool cannot be pickled: it lives in one process")
 
 
+@dataclass
+class _BlockFields:
+    block_id: int
+    stream: str = "kv"
+    format: str = "fp16"
+    n_used: int = 0
+    owner: int | None = None
+    ever_allocated: bool = False
+
+
+# Block is a bare type for speed; dataclasses.asdict, fields and replace take it all the same.
+Block.__dataclass_fields__ = _BlockFields.__dataclass_fields__
+Block.__match_args__ = _BlockFields.__match_args__  # type: ignore[misc]
+Block.__annotations__ = _BlockFields.__annotations__
 for _public in (AllocationStats, Block, PoolConfig):
     _public.__module__ = __name__

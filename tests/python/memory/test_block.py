@@ -9,6 +9,7 @@ import pickle
 import sys
 import tracemalloc
 import weakref
+from dataclasses import asdict, fields, is_dataclass, replace
 
 import pytest
 from kvpool.memory import Block, BlockPoolAllocator, PoolConfig
@@ -133,6 +134,21 @@ def test_copy_names_the_same_reference(pool: BlockPoolAllocator, duplicate: obje
     twin = duplicate(hand_made)
     twin.owner = 6
     assert hand_made.owner == 5
+
+
+def test_serves_where_a_dataclass_does(pool: BlockPoolAllocator) -> None:
+    (block,) = pool.allocate("k", 3, 1)
+    assert is_dataclass(Block) and [f.name for f in fields(block)] == list(Block.__match_args__)
+    assert asdict(block) == {
+        "block_id": 3,
+        "stream": "k",
+        "format": "fp16",
+        "n_used": 3,
+        "owner": 1,
+        "ever_allocated": True,
+    }
+    assert values(replace(block, owner=9)) == (3, "k", "fp16", 3, 9, True)
+    assert block.owner == 1
 
 
 def test_pickle_holds_the_values_alone(pool: BlockPoolAllocator) -> None:
