@@ -189,16 +189,19 @@ def test_handles_are_small_and_leak_nothing(pool: BlockPoolAllocator) -> None:
 
     work()
     gc.collect()
-    references = sys.getrefcount(pool), sys.getrefcount(Block), sys.getrefcount("fp16")
+    kept = pool, Block, "fp16"
+    references = [sys.getrefcount(value) for value in kept]
     tracemalloc.start()
     for _ in range(20):
         work()
     before = tracemalloc.get_traced_memory()[0]
-    for _ in range(200):
+    for _ in range(1000):
         work()
     gc.collect()
     after = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert (sys.getrefcount(pool), sys.getrefcount(Block), sys.getrefcount("fp16")) == references
-    assert after - before < 4096
+    # What other tests left behind may go meanwhile; an object a round would be 16 KiB at the least.
+    for value, count in zip(kept, references, strict=True):
+        assert sys.getrefcount(value) <= count, value
+    assert after - before < 12_000
     assert not gc.is_tracked(pool.allocate("k", 1, 1)[0])
