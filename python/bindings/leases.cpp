@@ -2,6 +2,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <memory>
@@ -63,6 +64,13 @@ void bind_leases(nb::module_& m) {
       .def(nb::new_(&make_group), "pool"_a.none(), "owner"_a)
       .def_prop_ro("n_layers", &LeaseGroup::n_layers)
       .def_prop_ro("n_blocks", &LeaseGroup::n_blocks, "Blocks held, keys and values together.")
+      .def(
+          "prepare",
+          [](LeaseGroup& self, std::int64_t pairs, const char* call) {
+            with_numbers([&] { self.prepare(pairs, call); });
+          },
+          "pairs"_a, "call"_a, "Reserves blocks for replacements of the layers' buffers to come.")
+      .def("pairs_for", &LeaseGroup::pairs_for, "batch"_a, "rows"_a)
       .def("end_step", &LeaseGroup::end_step, "Ends the step under way; undo its layers first.")
       .def("release", &LeaseGroup::release, "Gives every block back.")
       .def("check_invariants", &LeaseGroup::check_invariants);
@@ -88,10 +96,13 @@ void bind_leases(nb::module_& m) {
       .def(
           "replace",
           [](LayerLease& self, std::int64_t batch, std::int64_t offset, std::int64_t rows,
-             std::int64_t index) {
-            with_numbers([&] { self.replace(batch, BufferShape{offset, rows, index}); });
+             std::int64_t index, const char* call) {
+            with_numbers([&] { self.replace(batch, BufferShape{offset, rows, index}, call); });
           },
-          "batch"_a, "offset"_a, "rows"_a, "index"_a, "Charges buffers put in place from outside.")
+          "batch"_a, "offset"_a, "rows"_a, "index"_a, "call"_a = "LayerLease::replace",
+          "Charges buffers put in place from outside.")
+      .def("set_padding", &LayerLease::set_padding, "first"_a, "counts"_a,
+           "Counts rows as held but unused.")
       .def("set_formats", &LayerLease::set_formats, "keys"_a, "values"_a)
       .def("supersede", &LayerLease::supersede, "growth"_a, "format"_a,
            "A new layer in this one's place; this one becomes a group of its own.")

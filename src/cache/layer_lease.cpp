@@ -140,14 +140,23 @@ std::int64_t LayerLease::trim(std::int64_t n_tokens) {
   return dropped;
 }
 
-void LayerLease::replace(std::int64_t batch, const BufferShape& shape) {
+void LayerLease::replace(std::int64_t batch, const BufferShape& shape, const char* call) {
   const std::lock_guard lock(group_->mutex_);
-  if (auto shortage = layer_->lease.try_resize(batch, shape.rows)) {
-    group_->throw_exhausted(*shortage, batch, shape.rows);
+  TokenLease& lease = layer_->lease;
+  const std::int64_t pairs = lease.n_pairs();
+  if (auto shortage = lease.try_resize(batch, shape.rows)) {
+    throw StepExhausted(shortage->message(call), *shortage, 0);
   }
-  layer_->lease.set_used(shape.used());
+  lease.set_padding(0, {});
+  lease.set_used(shape.used());
+  group_->reservation_.taken_pairs += std::max<std::int64_t>(lease.n_pairs() - pairs, 0);
   layer_->now = layer_->before = shape;
   layer_->moved = false;
+}
+
+void LayerLease::set_padding(std::int64_t first, std::vector<std::int64_t> counts) {
+  const std::lock_guard lock(group_->mutex_);
+  layer_->lease.set_padding(first, std::move(counts));
 }
 
 void LayerLease::set_formats(std::string_view keys, std::string_view values) {
@@ -196,6 +205,8 @@ std::unique_ptr<LayerLease> LayerLease::copy_into(std::shared_ptr<LeaseGroup> gr
   std::int64_t batch = 0;
   core::FormatTag key_format{};
   core::FormatTag value_format{};
+  std::int64_t padding_first = 0;
+  std::vector<std::int64_t> padding;
   {
     const std::lock_guard lock(group_->mutex_);
     copied.now = layer_->now;
@@ -205,10 +216,13 @@ std::unique_ptr<LayerLease> LayerLease::copy_into(std::shared_ptr<LeaseGroup> gr
     batch = layer_->lease.batch();
     key_format = layer_->lease.key_format();
     value_format = layer_->lease.value_format();
+    padding_first = layer_->lease.padding_first();
+    padding = layer_->lease.padding();
   }
   std::unique_ptr<LayerLease> copy(new LayerLease(std::move(group), copied.growth));
   copy->layer_->lease.set_formats(key_format, value_format);
   copy->replace(batch, copied.now);
+  copy->set_padding(padding_first, std::move(padding));
   const std::lock_guard lock(copy->group_->mutex_);
   copy->layer_->before = copied.before;
   // A torn step stays torn in the copy, and is undone there when it is next used.

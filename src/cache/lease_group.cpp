@@ -93,6 +93,7 @@ std::optional<core::Shortage> LeaseGroup::reserve(std::int64_t pairs) {
 }
 
 void LeaseGroup::begin_step(std::int64_t batch, std::int64_t n_tokens) {
+  close_step();
   halvings_ = 0;
   std::int64_t pairs = pool_ == nullptr ? 0 : pairs_needed(batch, n_tokens, 0);
   if (pairs > 0) {
@@ -116,6 +117,17 @@ void LeaseGroup::begin_step(std::int64_t batch, std::int64_t n_tokens) {
   }
   in_step_ = true;
   trim_round_ = {};
+}
+
+std::int64_t LeaseGroup::pairs_for(std::int64_t batch, std::int64_t rows) const noexcept {
+  return pool_ == nullptr ? 0 : batch * pool_->blocks_for_tokens(rows);
+}
+
+void LeaseGroup::prepare(std::int64_t pairs, const char* call) {
+  const std::lock_guard lock(mutex_);
+  close_step();
+  if (pool_ == nullptr || pairs <= 0) return;
+  if (auto shortage = reserve(pairs)) throw StepExhausted(shortage->message(call), *shortage, 0);
 }
 
 void LeaseGroup::close_step() noexcept {

@@ -26,6 +26,8 @@ TokenLease::TokenLease(TokenLease&& other) noexcept
       rows_(other.rows_),
       used_(other.used_),
       n_pairs_(other.n_pairs_),
+      padding_first_(other.padding_first_),
+      padding_(std::move(other.padding_)),
       key_format_(other.key_format_),
       value_format_(other.value_format_),
       handles_(std::move(other.handles_)) {
@@ -41,6 +43,8 @@ TokenLease& TokenLease::operator=(TokenLease&& other) noexcept {
   rows_ = other.rows_;
   used_ = other.used_;
   n_pairs_ = other.n_pairs_;
+  padding_first_ = other.padding_first_;
+  padding_ = std::move(other.padding_);
   key_format_ = other.key_format_;
   value_format_ = other.value_format_;
   handles_ = std::move(other.handles_);
@@ -59,15 +63,49 @@ std::span<const BlockHandle> TokenLease::columns(std::int64_t first,
                                      static_cast<std::size_t>(last - first) * width);
 }
 
-void TokenLease::mark(std::int64_t first_column, std::int64_t last_column,
-                      std::int64_t n_used) const {
-  if (first_column >= last_column) return;
+bool TokenLease::is_padded(std::int64_t column) const noexcept {
+  if (padding_.empty()) return false;
+  const std::int64_t block_size = pool_->config().block_size;
+  return (column + 1) * block_size > padding_first_ &&
+         column * block_size < padding_first_ + *std::ranges::max_element(padding_);
+}
+
+std::int64_t TokenLease::fill(std::int64_t column, std::int64_t sequence,
+                              std::int64_t used) const noexcept {
+  const std::int64_t block_size = pool_->config().block_size;
+  const std::int64_t first = column * block_size;
+  const std::int64_t last = std::clamp(used, first, first + block_size);
+  if (!is_padded(column)) return last - first;
+  const std::int64_t padding =
+      std::max<std::int64_t>(padding_[static_cast<std::size_t>(sequence)], 0);
+  const std::int64_t padded =
+      std::clamp(padding_first_ + padding, first, last) - std::clamp(padding_first_, first, last);
+  return last - first - padded;
+}
+
+void TokenLease::mark(std::span<const BlockHandle> blocks, std::int64_t n_used) const {
   try {
-    pool_->mark_used(columns(first_column, last_column), n_used);
+    pool_->mark_used(blocks, n_used);
   } catch (const InvalidArgument&) {
     // The values are in range and the handles ours: only a free behind our back makes them stale.
-    throw LeaseLost("[PoolBackedKVCache] the blocks of owner " + std::to_string(owner_) +
+    throw LeaseLost("[TokenLease] the blocks of owner " + std::to_string(owner_) +
                     " were freed behind the cache that holds them; release it to use it again");
+  }
+}
+
+void TokenLease::write_fill(std::int64_t first, std::int64_t last, std::int64_t used) const {
+  for (std::int64_t column = first; column < last;) {
+    const std::int64_t start = column++;
+    if (is_padded(start)) {
+      for (std::int64_t i = 0; i < batch_; ++i) {
+        mark(columns(start, start + 1).subspan(static_cast<std::size_t>(2 * i), 2),
+             fill(start, i, used));
+      }
+      continue;
+    }
+    const std::int64_t value = fill(start, 0, used);
+    while (column < last && !is_padded(column) && fill(column, 0, used) == value) ++column;
+    mark(columns(start, column), value);
   }
 }
 
@@ -75,21 +113,7 @@ void TokenLease::verify() const {
   if (n_pairs_ == 0) return;
   const std::int64_t block_size = pool_->config().block_size;
   const std::int64_t tail = used_ == 0 ? 0 : (used_ - 1) / block_size;
-  mark(tail, tail + 1, used_ - tail * block_size);
-}
-
-// Writes the fill of every block from `first_column` on.
-void TokenLease::refill(std::int64_t first_column) {
-  const std::int64_t block_size = pool_->config().block_size;
-  const std::int64_t n_columns = pool_->blocks_for_tokens(rows_);
-  const std::int64_t full = std::max(first_column, used_ / block_size);
-  mark(first_column, full, block_size);
-  std::int64_t empty = full;
-  if (const std::int64_t part = used_ - full * block_size; part > 0) {
-    mark(full, full + 1, part);
-    ++empty;
-  }
-  mark(empty, n_columns, 0);
+  write_fill(tail, tail + 1, used_);
 }
 
 std::optional<core::Shortage> TokenLease::try_resize(std::int64_t batch, std::int64_t rows) {
@@ -125,11 +149,10 @@ std::optional<core::Shortage> TokenLease::try_resize(std::int64_t batch, std::in
   rows_ = rows;
   n_pairs_ = needed;
   used_ = std::min(used_, rows);
+  if (repartitioned) padding_.clear();
   if (needed == 0) return std::nullopt;
-  if (repartitioned) {
-    refill(0);
-  } else if (grown > 0) {
-    refill(first_new);
+  if (repartitioned || grown > 0) {
+    write_fill(first_new, pool_->blocks_for_tokens(rows_), used_);
   } else {
     verify();
   }
@@ -148,13 +171,29 @@ void TokenLease::set_used(std::int64_t used) {
   const std::int64_t block_size = pool_->config().block_size;
   const std::int64_t last = used == 0 ? 0 : (used - 1) / block_size;
   // The last block first: where the lease is lost, nothing has changed.
-  mark(last, last + 1, used - last * block_size);
+  write_fill(last, last + 1, used);
   if (used > used_) {
-    mark(used_ / block_size, last, block_size);
+    write_fill(used_ / block_size, last, used);
   } else {
-    mark(last + 1, pool_->blocks_for_tokens(used_), 0);
+    write_fill(last + 1, pool_->blocks_for_tokens(used_), used);
   }
   used_ = used;
+}
+
+void TokenLease::set_padding(std::int64_t first, std::vector<std::int64_t> counts) {
+  if (first < 0 || (!counts.empty() && static_cast<std::int64_t>(counts.size()) != batch_)) {
+    throw InvalidArgument(
+        "[TokenLease::set_padding] first must be >= 0 and counts as many as the " +
+        std::to_string(batch_) + " sequences, got " + std::to_string(first) + " and " +
+        std::to_string(counts.size()));
+  }
+  const auto any = [](std::int64_t count) { return count > 0; };
+  if (std::ranges::none_of(counts, any)) counts.clear();
+  if (counts == padding_ && (counts.empty() || first == padding_first_)) return;
+  if (n_pairs_ > 0) verify();
+  padding_first_ = first;
+  padding_ = std::move(counts);
+  if (n_pairs_ > 0) write_fill(0, pool_->blocks_for_tokens(rows_), used_);
 }
 
 void TokenLease::set_formats(core::FormatTag keys, core::FormatTag values) {
@@ -179,7 +218,8 @@ void TokenLease::release() noexcept {
 
 void TokenLease::forget() noexcept {
   handles_.clear();
-  batch_ = rows_ = used_ = n_pairs_ = 0;
+  batch_ = rows_ = used_ = n_pairs_ = padding_first_ = 0;
+  padding_.clear();
 }
 
 void TokenLease::check_invariants() const {
@@ -190,12 +230,11 @@ void TokenLease::check_invariants() const {
   require(handles_.size() == static_cast<std::size_t>(2 * n_pairs_), "handles are not in pairs");
   require(used_ >= 0 && used_ <= rows_, "used is not in 0..rows");
   if (n_pairs_ == 0) return;
-  const std::int64_t block_size = pool_->config().block_size;
   for (std::size_t i = 0; i < handles_.size(); ++i) {
     const auto info = pool_->info(handles_[i]);
     if (!info) continue;  // lost: the next use says so
-    const std::int64_t column = static_cast<std::int64_t>(i) / (2 * batch_);
-    require(info->n_used == std::clamp<std::int64_t>(used_ - column * block_size, 0, block_size),
+    const auto place = static_cast<std::int64_t>(i);
+    require(info->n_used == fill(place / (2 * batch_), place / 2 % batch_, used_),
             "n_used of a block does not follow the tokens");
     require(info->owner == owner_, "a block is another owner's");
   }

@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 #include <string_view>
+#include <vector>
 
 #include "kvpool/cache/buffer_growth.h"
 #include "kvpool/cache/lease_group.h"
@@ -44,9 +45,13 @@ class LayerLease {
   /// shortest layer that holds any can, where the other layers are trimmed by the same amount. 0
   /// for a ring that has wrapped.
   std::int64_t trim(std::int64_t n_tokens);
-  /// Charges buffers that were put in place from outside. Throws StepExhausted and LeaseLost; then
-  /// nothing has changed.
-  void replace(std::int64_t batch, const BufferShape& shape);
+  /// Charges buffers that were put in place from outside; none of their rows is padding. `batch` 0:
+  /// no blocks, though the buffers stay (the next append charges them). Throws StepExhausted, whose
+  /// message starts with `call`, and LeaseLost; then nothing has changed.
+  void replace(std::int64_t batch, const BufferShape& shape,
+               const char* call = "LayerLease::replace");
+  /// Counts rows of the buffers as held but unused; see TokenLease::set_padding.
+  void set_padding(std::int64_t first, std::vector<std::int64_t> counts);
   /// Names the format of the layer's blocks.
   void set_formats(std::string_view keys, std::string_view values);
 

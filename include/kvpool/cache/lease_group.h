@@ -44,6 +44,11 @@ class LeaseGroup {
   /// Blocks held by all layers, keys and values together.
   std::int64_t n_blocks() const;
 
+  /// Reserves `pairs` pairs of blocks for replacements of the layers' buffers to come, until the
+  /// next step or end_step(). Throws StepExhausted, whose message starts with `call`.
+  void prepare(std::int64_t pairs, const char* call);
+  /// Pairs of blocks that `batch` sequences of `rows` rows take.
+  std::int64_t pairs_for(std::int64_t batch, std::int64_t rows) const noexcept;
   /// Ends the step under way, if any, and cancels what is left of its reservation. Layers stay
   /// where they are: undo those that moved first.
   void end_step();

@@ -46,6 +46,12 @@ class TokenLease {
   /// Sets the rows in use of each sequence, 0..rows(). Touches only blocks whose fill changes, and
   /// always the last one in use. Throws LeaseLost.
   void set_used(std::int64_t used);
+  /// Says which of the rows in use are padding and count as held but unused: `counts[i]` rows of
+  /// sequence i from row `first` on. Empty `counts`: none. Forgotten when the batch changes. Throws
+  /// LeaseLost.
+  void set_padding(std::int64_t first, std::vector<std::int64_t> counts);
+  std::int64_t padding_first() const noexcept { return padding_first_; }
+  const std::vector<std::int64_t>& padding() const noexcept { return padding_; }
   /// Tags the blocks, and those to come.
   void set_formats(core::FormatTag keys, core::FormatTag values);
   core::FormatTag key_format() const noexcept { return key_format_; }
@@ -61,8 +67,12 @@ class TokenLease {
  private:
   /// The handles of block number `first`..`last` - 1 of every sequence, both streams.
   std::span<const core::BlockHandle> columns(std::int64_t first, std::int64_t last) const noexcept;
-  void mark(std::int64_t first_column, std::int64_t last_column, std::int64_t n_used) const;
-  void refill(std::int64_t first_column);
+  bool is_padded(std::int64_t column) const noexcept;
+  /// Slots in use of one block where `used` rows are.
+  std::int64_t fill(std::int64_t column, std::int64_t sequence, std::int64_t used) const noexcept;
+  void mark(std::span<const core::BlockHandle> blocks, std::int64_t n_used) const;
+  /// Writes the fill of blocks number `first`..`last` - 1 of every sequence.
+  void write_fill(std::int64_t first, std::int64_t last, std::int64_t used) const;
   void forget() noexcept;
 
   std::shared_ptr<Pool> pool_;
@@ -71,6 +81,8 @@ class TokenLease {
   std::int64_t rows_ = 0;
   std::int64_t used_ = 0;
   std::int64_t n_pairs_ = 0;
+  std::int64_t padding_first_ = 0;
+  std::vector<std::int64_t> padding_;
   core::FormatTag key_format_{};
   core::FormatTag value_format_{};
   // [block number in its sequence][sequence][key, value]: the tail of all sequences is one span.

@@ -182,6 +182,32 @@ TEST(LeaseGroup, field_F1_a_negative_trim_is_refused) {
   EXPECT_EQ(request.offsets(), (Offsets{10}));
 }
 
+TEST(LeaseGroup, replacements_of_all_layers_are_reserved_together) {
+  Request request(blocks_of_four(24));
+  request.step(4);
+  EXPECT_THROW(request.group->prepare(10, "merge"), StepExhausted);
+  request.check();
+  request.group->prepare(9, "merge");
+  EXPECT_EQ(request.pool->n_available(Stream::kKey), 0);
+  for (auto& layer : request.layers) layer->replace(2, {8, 8, 8});
+  EXPECT_EQ(request.in_use(), 24);
+  request.group->end_step();
+  EXPECT_EQ(request.pool->n_reserved(Stream::kKey, 1), 0);
+  request.check();
+}
+
+TEST(LeaseGroup, a_layer_without_sequences_is_charged_by_its_next_step) {
+  Request request(blocks_of_four(24));
+  request.step(5);
+  for (auto& layer : request.layers) layer->replace(0, {5, 8, 5});
+  EXPECT_EQ(request.in_use(), 0);
+  request.check();
+  request.step(1);
+  EXPECT_EQ(request.offsets(), (Offsets{6, 6, 6}));
+  EXPECT_EQ(request.in_use(), 12);
+  request.check();
+}
+
 TEST(LeaseGroup, field_D14_a_layer_that_is_superseded_goes_on_alone) {
   Request request(blocks_of_four(40));
   request.step(4);

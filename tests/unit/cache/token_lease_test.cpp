@@ -46,6 +46,24 @@ TEST(TokenLease, fault_F33_fill_of_the_blocks_follows_the_tokens) {
   EXPECT_EQ(pool->stats().unused_slots(), 2 * (256 - 15));
 }
 
+TEST(TokenLease, padding_is_held_but_unused) {
+  const auto pool = make_pool(64, 4);
+  TokenLease lease(pool, 7);
+  ASSERT_FALSE(lease.try_resize(2, 12));
+  lease.set_used(10);
+  lease.set_padding(0, {0, 5});
+  lease.check_invariants();
+  EXPECT_EQ(pool->stats().unused_slots(), 2 * (2 + 2 + 5));
+  lease.set_used(12);
+  lease.set_padding(3, {0, 5});  // rows 3..7 of the second sequence
+  lease.check_invariants();
+  EXPECT_EQ(pool->stats().unused_slots(), 2 * 5);
+  ASSERT_FALSE(lease.try_resize(1, 12));
+  lease.check_invariants();
+  EXPECT_EQ(pool->stats().unused_slots(), 0);
+  EXPECT_THROW(lease.set_padding(0, {1, 2}), InvalidArgument);
+}
+
 TEST(TokenLease, running_out_changes_nothing) {
   const auto pool = make_pool(8);
   TokenLease lease(pool, 7);
