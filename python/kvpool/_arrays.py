@@ -16,7 +16,24 @@ def is_mlx(value: object) -> bool:
 
 
 def _is_bfloat16(value: Any) -> bool:
-    return str(getattr(value, "dtype", "")).rpartition(".")[2] == "bfloat16"
+    if is_mlx(value):
+        import mlx.core as mx
+
+        return bool(value.dtype == mx.bfloat16)
+    dtype = getattr(value, "dtype", None)
+    # numpy has none of its own: the dtype of ml_dtypes is of kind V.
+    return isinstance(dtype, np.dtype) and dtype.kind == "V" and dtype.name == "bfloat16"
+
+
+def _bfloat16_bits(value: Any) -> Array:
+    if not is_mlx(value):
+        return np.asarray(value).view(np.uint16)
+    memory = memoryview(value)
+    if memory.c_contiguous and memory.nbytes > 0:  # an MLX operation costs a hundred times as much
+        return np.frombuffer(memory.cast("B"), np.uint16).reshape(memory.shape)
+    import mlx.core as mx
+
+    return np.asarray(value.view(mx.uint16))
 
 
 def stored_numbers(call: str, name: str, value: Any) -> tuple[Array, bool]:
@@ -26,11 +43,7 @@ def stored_numbers(call: str, name: str, value: Any) -> tuple[Array, bool]:
     numbers.
     """
     if _is_bfloat16(value):
-        if is_mlx(value):
-            import mlx.core as mx
-
-            return np.asarray(value.view(mx.uint16)), True
-        return np.asarray(value).view(np.uint16), True
+        return _bfloat16_bits(value), True
     try:
         array = np.asarray(value)
     except ValueError as error:
@@ -42,14 +55,11 @@ def stored_numbers(call: str, name: str, value: Any) -> tuple[Array, bool]:
 
 def float32_numbers(call: str, name: str, value: Any) -> npt.NDArray[np.float32]:
     """``value`` as contiguous float32 numbers; errors as ``stored_numbers``."""
-    if _is_bfloat16(value):
-        if is_mlx(value):
-            import mlx.core as mx
-
-            value = value.astype(mx.float32)
-        else:
-            value = np.asarray(value).astype(np.float32)
-    array, _ = stored_numbers(call, name, value)
+    if type(value) is np.ndarray and value.dtype.type is np.float32:  # the common case, at once
+        return np.ascontiguousarray(value)
+    array, bfloat16 = stored_numbers(call, name, value)
+    if bfloat16:
+        return (array.astype(np.uint32) << 16).view(np.float32)
     return np.ascontiguousarray(array, np.float32)
 
 
