@@ -38,6 +38,45 @@ PUBLISHED = {
         "__init__": "block_size=16 n_blocks=1024 separate_kv=True grow_on_exhaustion=False "
         "max_blocks=None"
     },
+    "MLXBlockStorage": {
+        "__init__": "pool head_dim",
+        "buffer_for": "block",
+        "write": "block offset values",
+        "read": "block",
+        "resident_bytes": "",
+        "release": "block",
+    },
+    "PooledKVCache": {
+        "__init__": "inner pool owner=-1 format='fp16'",
+        "append_key": "k",
+        "append_value": "v",
+        "append": "k v",
+        "attend": "q",
+        "memory_bytes": "",
+        "release": "",
+        "n_blocks_held": "",
+        "reset": "",
+    },
+    "PoolBackedKVCache": {
+        "__init__": "pool owner=-1 step=None",
+        "update_and_fetch": "keys values",
+        "release": "",
+        "size": "",
+        "is_trimmable": "",
+        "trim": "n",
+        "empty": "",
+    },
+    "build_pooled_caches": {"__call__": "model pool owner step=None"},
+}
+SUBMODULES = {
+    "AllocationStats": "block_pool",
+    "Block": "block_pool",
+    "BlockPoolAllocator": "block_pool",
+    "PoolConfig": "block_pool",
+    "MLXBlockStorage": "mlx_storage",
+    "PooledKVCache": "pooled_cache",
+    "PoolBackedKVCache": "pool_backed_cache",
+    "build_pooled_caches": "pool_backed_cache",
 }
 ATTRIBUTES = {
     "AllocationStats": ["n_blocks", "n_allocations", "n_frees", "n_reused", "n_exhausted"],
@@ -53,7 +92,6 @@ EXCEPTIONS = {
     "CyclicPipelineError": RuntimeError,
     "CodebookDimensionMismatch": ValueError,
 }
-CACHES = {"PooledKVCache", "PoolBackedKVCache", "build_pooled_caches"}
 
 
 def parameters(call: object) -> list[str]:
@@ -66,10 +104,12 @@ def parameters(call: object) -> list[str]:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_arguments_come_first_and_unchanged(name: str) -> None:
-    memory = importlib.import_module("kvpool.memory")
-    published = getattr(memory, name)
+    published = getattr(importlib.import_module("kvpool.memory"), name)
+    submodule = importlib.import_module(f"kvpool.memory.{SUBMODULES[name]}")
+    assert getattr(submodule, name) is published
     for call, expected in PUBLISHED[name].items():
-        ours = parameters(published if call == "__init__" else getattr(published, call))
+        whole = call in ("__init__", "__call__")
+        ours = parameters(published if whole else getattr(published, call))
         assert ours[: len(expected.split())] == expected.split(), call
         assert all("=" in added for added in ours[len(expected.split()) :]), call
 
@@ -87,8 +127,11 @@ def test_all_of_the_memory_package() -> None:
     import kvpool.memory
 
     exported = {"BlockPoolExhaustedError", "OwnerAlreadyActiveError"}
-    assert set(kvpool.memory.__all__) == {*PUBLISHED, *CACHES, *exported}
+    assert set(kvpool.memory.__all__) == {*PUBLISHED, *exported} - {"MLXBlockStorage"}
     assert "MLXBlockStorage" in dir(kvpool.memory)
+    names: dict[str, object] = {}
+    exec("from kvpool.memory import *", names)
+    assert set(kvpool.memory.__all__) <= set(names)
 
 
 @pytest.mark.parametrize("module", ["kvpool", "kvpool.memory"])
