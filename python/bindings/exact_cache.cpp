@@ -37,10 +37,8 @@ nb::object attend(const ExactKVCache& self, const Rows& queries) {
   const std::size_t n = queries.shape(0);
   const std::size_t width = queries.shape(1);
   auto output = std::make_unique<float[]>(n * width);
-  {
-    nb::gil_scoped_release unlocked;  // milliseconds over a long sequence
-    self.attend({queries.data(), n * width}, {output.get(), n * width});
-  }
+  // The GIL stays: another thread's append could move the rows that are being read.
+  self.attend({queries.data(), n * width}, {output.get(), n * width});
   float* data = output.get();
   nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<float*>(p); });
   output.release();

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -402,3 +404,32 @@ def test_any_writes_read_back_like_an_array(data, format, head_dim):
     assert np.array_equal(np.asarray(storage.read(block).astype(mx.int32)), model[:used])
     assert np.array_equal(np.asarray(storage.buffer_for(block).astype(mx.int32)), model)
     storage.check_invariants()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_child_of_fork_can_go_on_while_another_thread_was_writing(pool, storage):
+    blocks = [take(pool) for _ in range(2)]
+    rows = np.ones((BLOCK_SIZE, HEAD_DIM))
+    done = threading.Event()
+
+    def write() -> None:
+        while not done.is_set():
+            storage.write(blocks[0], 0, rows)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(20):
+            child = os.fork()
+            if child == 0:
+                try:
+                    storage._native.write(blocks[1], 0, rows)
+                    storage.check_invariants()
+                    os._exit(0)
+                except BaseException:
+                    os._exit(1)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        done.set()
+        writer.join()
