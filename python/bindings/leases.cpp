@@ -88,10 +88,10 @@ void bind_leases(nb::module_& m) {
       .def_prop_ro("in_torn_step", &LayerLease::in_torn_step)
       .def("append", &append, "batch"_a, "n_tokens"_a,
            "Moves the layer on and returns where its tokens start; -1 where the step is torn.")
+      .def("commit", &LayerLease::commit, "The buffers show what append charged.")
       .def(
-          "undo",
-          [](LayerLease& self, std::int64_t rows, bool written) { (void)self.undo(rows, written); },
-          "rows_in_buffer"_a, "written"_a, "Takes the step under way back.")
+          "undo", [](LayerLease& self, std::int64_t rows) { (void)self.undo(rows); },
+          "rows_in_buffer"_a, "Takes the step under way back, or the last one.")
       .def("trim", &LayerLease::trim, "n_tokens"_a, "Drops the newest tokens and returns how many.")
       .def(
           "replace",

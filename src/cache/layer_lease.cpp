@@ -27,8 +27,8 @@ LayerLease::LayerLease(std::shared_ptr<LeaseGroup> group, const BufferGrowth& gr
 
 LayerLease::~LayerLease() {
   const std::lock_guard lock(group_->mutex_);
-  auto& layers = group_->layers_;
-  std::erase_if(layers, [this](const auto& layer) { return layer.get() == layer_; });
+  if (group_->writing_ == layer_) group_->writing_ = nullptr;
+  std::erase_if(group_->layers_, [this](const auto& layer) { return layer.get() == layer_; });
   group_->close_step_if_complete();
 }
 
@@ -56,7 +56,7 @@ bool LayerLease::is_trimmable() const {
 
 bool LayerLease::is_torn() const {
   const std::lock_guard lock(group_->mutex_);
-  return layer_->moved && group_->torn();
+  return group_->torn_before(*layer_);
 }
 
 bool LayerLease::in_torn_step() const {
@@ -68,14 +68,12 @@ std::optional<BufferShape> LayerLease::append(std::int64_t batch, std::int64_t n
   require_positive("append", "batch", batch);
   require_positive("append", "n_tokens", n_tokens);
   const std::lock_guard lock(group_->mutex_);
-  if (group_->in_step_ && layer_->moved) {
-    if (group_->torn()) return std::nullopt;
-    group_->close_step();  // the layers that have not moved were left out
-  }
+  if (group_->torn_before(*layer_)) return std::nullopt;
+  if (layer_->moved) group_->close_step();  // what has not moved since was left out
   const bool opens = !group_->in_step_;
   if (opens) {
     layer_->lease.verify();
-    group_->begin_step(batch, n_tokens);
+    group_->plan_step(batch, n_tokens);
   }
   BufferShape next = layer_->growth.after(layer_->now, n_tokens, group_->halvings_);
   TokenLease& lease = layer_->lease;
@@ -93,23 +91,31 @@ std::optional<BufferShape> LayerLease::append(std::int64_t batch, std::int64_t n
     if (opens) group_->close_step();
     throw;
   }
+  if (opens) group_->open_step();
   group_->reservation_.taken_pairs += std::max<std::int64_t>(lease.n_pairs() - pairs, 0);
   layer_->before = std::exchange(layer_->now, next);
   layer_->moved = true;
-  group_->close_step_if_complete();
+  group_->writing_ = layer_;
   return next;
 }
 
-BufferShape LayerLease::undo(std::int64_t rows_in_buffer, bool written) {
+void LayerLease::commit() {
+  const std::lock_guard lock(group_->mutex_);
+  if (group_->writing_ == layer_) group_->writing_ = nullptr;
+  group_->close_step_if_complete();
+}
+
+BufferShape LayerLease::undo(std::int64_t rows_in_buffer) {
   const std::lock_guard lock(group_->mutex_);
   if (!layer_->moved) return layer_->now;
-  const BufferShape undone =
-      layer_->growth.undone(layer_->before, layer_->now, rows_in_buffer, written);
+  const BufferShape undone = layer_->growth.undone(layer_->before, layer_->now, rows_in_buffer,
+                                                   group_->writing_ != layer_);
   // Not more than the step charged, so there is no shortage to hear of.
   (void)layer_->lease.try_resize(layer_->lease.batch(), undone.rows);
   layer_->lease.set_used(undone.used());
   layer_->now = layer_->before = undone;
   layer_->moved = false;
+  if (group_->writing_ == layer_) group_->writing_ = nullptr;
   return undone;
 }
 
@@ -126,6 +132,7 @@ std::int64_t LayerLease::trim(std::int64_t n_tokens) {
     round = {n_tokens, n_tokens};
     for (const auto& layer : group.layers_) {
       layer->trimmed = false;
+      if (!layer->growth.is_trimmable(layer->now)) round.granted = 0;
       if (layer->now.offset > 0) round.granted = std::min(round.granted, layer->now.offset);
     }
   }
@@ -188,6 +195,7 @@ std::unique_ptr<LayerLease> LayerLease::supersede(const BufferGrowth& growth,
     theirs.lease.set_formats(tag, tag);
   }
   theirs.moved = std::exchange(mine.moved, false);
+  if (shared->writing_ == &mine) shared->writing_ = &theirs;
   auto& layers = shared->layers_;
   const auto place =
       std::ranges::find_if(layers, [&](auto& layer) { return layer.get() == &mine; });
@@ -202,6 +210,7 @@ std::unique_ptr<LayerLease> LayerLease::supersede(const BufferGrowth& growth,
 std::unique_ptr<LayerLease> LayerLease::copy_into(std::shared_ptr<LeaseGroup> group) const {
   LeaseGroup::Layer copied(nullptr, 0, layer_->growth);
   bool in_step = false;
+  bool writing = false;
   std::int64_t batch = 0;
   core::FormatTag key_format{};
   core::FormatTag value_format{};
@@ -212,6 +221,7 @@ std::unique_ptr<LayerLease> LayerLease::copy_into(std::shared_ptr<LeaseGroup> gr
     copied.now = layer_->now;
     copied.before = layer_->before;
     copied.moved = layer_->moved;
+    writing = group_->writing_ == layer_;
     in_step = group_->in_step_;
     batch = layer_->lease.batch();
     key_format = layer_->lease.key_format();
@@ -227,6 +237,7 @@ std::unique_ptr<LayerLease> LayerLease::copy_into(std::shared_ptr<LeaseGroup> gr
   copy->layer_->before = copied.before;
   // A torn step stays torn in the copy, and is undone there when it is next used.
   copy->layer_->moved = in_step && copied.moved;
+  if (writing) copy->group_->writing_ = copy->layer_;
   copy->group_->in_step_ = in_step;
   return copy;
 }

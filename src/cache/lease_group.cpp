@@ -29,10 +29,17 @@ std::int64_t LeaseGroup::n_blocks() const {
 }
 
 bool LeaseGroup::torn() const noexcept {
-  if (!in_step_ || layers_.back()->moved) return false;
-  const auto first_still = std::ranges::find_if(layers_, [](auto& layer) { return !layer->moved; });
-  return first_still != layers_.begin() &&
-         std::none_of(first_still, layers_.end(), [](auto& layer) { return layer->moved; });
+  if (!in_step_) return false;
+  if (writing_ != nullptr) return true;
+  const auto moved = [](const auto& layer) { return layer->moved; };
+  const auto first_still = std::ranges::find_if_not(layers_, moved);
+  return first_still != layers_.begin() && std::none_of(first_still, layers_.end(), moved) &&
+         first_still != layers_.end();
+}
+
+// Whether the step is seen to be torn when `layer` starts to move.
+bool LeaseGroup::torn_before(const Layer& layer) const noexcept {
+  return layer.moved ? torn() : in_step_ && writing_ != nullptr;
 }
 
 std::int64_t LeaseGroup::pairs_needed(std::int64_t batch, std::int64_t n_tokens,
@@ -92,7 +99,7 @@ std::optional<core::Shortage> LeaseGroup::reserve(std::int64_t pairs) {
   return std::nullopt;
 }
 
-void LeaseGroup::begin_step(std::int64_t batch, std::int64_t n_tokens) {
+void LeaseGroup::plan_step(std::int64_t batch, std::int64_t n_tokens) {
   close_step();
   halvings_ = 0;
   std::int64_t pairs = pool_ == nullptr ? 0 : pairs_needed(batch, n_tokens, 0);
@@ -111,6 +118,9 @@ void LeaseGroup::begin_step(std::int64_t batch, std::int64_t n_tokens) {
       if (shortage) throw_exhausted(*shortage, batch, n_tokens);
     }
   }
+}
+
+void LeaseGroup::open_step() noexcept {
   for (const auto& layer : layers_) {
     layer->moved = false;
     layer->before = layer->now;
@@ -132,6 +142,7 @@ void LeaseGroup::prepare(std::int64_t pairs, const char* call) {
 
 void LeaseGroup::close_step() noexcept {
   in_step_ = false;
+  writing_ = nullptr;
   if (!std::exchange(reservation_.active, false)) return;
   try {
     const bool separate = pool_->config().separate_kv;
@@ -147,7 +158,9 @@ void LeaseGroup::close_step() noexcept {
 }
 
 void LeaseGroup::close_step_if_complete() noexcept {
-  if (in_step_ && std::ranges::all_of(layers_, [](auto& layer) { return layer->moved; })) {
+  // The last layer first: it alone is looked at in most calls.
+  if (in_step_ && writing_ == nullptr && (layers_.empty() || layers_.back()->moved) &&
+      std::ranges::all_of(layers_, [](const auto& layer) { return layer->moved; })) {
     close_step();
   }
 }

@@ -30,16 +30,20 @@ class LayerLease {
   bool is_trimmable() const;
 
   /// Moves the layer by `n_tokens` (>= 1) for `batch` (>= 1) sequences and charges the buffers that
-  /// take them, whose shape it returns. Nothing where this layer has moved and the step is torn:
-  /// undo it first. Throws StepExhausted (no layer has moved where it is the step's first) and
+  /// take them, whose shape it returns. Nothing where the step under way turns out to be torn: undo
+  /// it first. Throws StepExhausted (no layer has moved where it is the step's first) and
   /// LeaseLost.
   std::optional<BufferShape> append(std::int64_t batch, std::int64_t n_tokens);
-  /// A step is under way and torn, and this layer has moved in it.
+  /// The buffers have the shape that append returned, with the tokens in them.
+  void commit();
+  /// A step is under way that append would find torn.
   bool is_torn() const;
   /// A step is under way and torn, whether or not this layer has moved.
   bool in_torn_step() const;
-  /// Takes back the step under way, if the layer has moved in it; see BufferGrowth::undone.
-  BufferShape undo(std::int64_t rows_in_buffer, bool written);
+  /// Takes back the step under way, or the last one where nothing came since; see
+  /// BufferGrowth::undone. Returns the shape that the buffers, now `rows_in_buffer` long, are to be
+  /// cut to.
+  BufferShape undo(std::int64_t rows_in_buffer);
 
   /// Drops up to `n_tokens` (>= 0) of the newest tokens and returns how many: as many as the
   /// shortest layer that holds any can, where the other layers are trimmed by the same amount. 0

@@ -18,13 +18,14 @@ namespace kvpool::cache {
 /// A step appends the same tokens to each layer in turn. What its growth takes in all layers is
 /// reserved when the first layer moves, so that running out moves none:
 ///
-///   at rest --first append--> in step, some layers moved --last append--> at rest
+///   at rest --first append--> in step, some layers moved --last commit--> at rest
 ///                                 |                                          ^
 ///                                 +--- moved layers undone, then end_step ---+
 ///
-/// A step that was cut short (an exception between layers) is *torn*: the layers at the end of the
-/// list have not moved when one that has moved starts the next step. A layer that never moves while
-/// a later one does (the caller leaves it out) does not make a step torn.
+/// A step that was cut short by an exception is *torn*: a layer moved and its buffers were never
+/// written, or the layers at the end of the list have not moved when one that has moved starts the
+/// next step. A layer that never moves while a later one does (the caller leaves it out) does not
+/// make a step torn.
 ///
 /// Thread-safe; the group's lock is taken before the pool's.
 class LeaseGroup {
@@ -90,8 +91,10 @@ class LeaseGroup {
   };
 
   // All below: with mutex_ held.
+  bool torn_before(const Layer& layer) const noexcept;
   bool torn() const noexcept;
-  void begin_step(std::int64_t batch, std::int64_t n_tokens);
+  void plan_step(std::int64_t batch, std::int64_t n_tokens);
+  void open_step() noexcept;
   void close_step() noexcept;
   void close_step_if_complete() noexcept;
   std::int64_t pairs_needed(std::int64_t batch, std::int64_t n_tokens, int halvings) const;
@@ -105,6 +108,8 @@ class LeaseGroup {
   mutable std::mutex mutex_;
   std::vector<std::unique_ptr<Layer>> layers_;  // in the order a step visits them
   bool in_step_ = false;
+  /// The layer that has moved and whose buffers do not show it yet.
+  const Layer* writing_ = nullptr;
   int halvings_ = 0;
   Reservation reservation_;
   TrimRound trim_round_;

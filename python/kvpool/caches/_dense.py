@@ -53,6 +53,7 @@ class DenseLayerCache(LinearLayerCache):
         else:
             self._keys[..., start:end, :] = keys
             self._values[..., start:end, :] = values
+        self._lease.commit()
         return self._keys[..., :end, :], self._values[..., :end, :]
 
     def _check_fit(self, keys: Any, values: Any) -> None:

@@ -128,6 +128,9 @@ class PooledLayerCache:
 
     # --- buffers, of one array or of several ------------------------------------------------------
 
+    def __copy__(self: Self) -> Self:
+        return copy.deepcopy(self)
+
     @staticmethod
     def _each(function: Callable[[mx.array], mx.array], buffer: Any) -> Any:
         """``function`` of the array, or of each array, that a buffer is made of."""
@@ -146,7 +149,7 @@ class PooledLayerCache:
 
     def _undo(self) -> None:
         """Takes back this layer's part in the step under way."""
-        self._lease.undo(self._rows, True)
+        self._lease.undo(self._rows)
         self._cut(self._lease.rows)
 
     def _cut(self, rows: int) -> None:

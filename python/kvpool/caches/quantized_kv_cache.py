@@ -101,13 +101,14 @@ class PoolBackedQuantizedKVCache(LinearLayerCache, QuantizedKVCache):
         end = start + n_tokens
         if end > self._rows:
             rows = self._lease.rows
-            grown = self._grown(self._keys, new_keys, start, rows - end)
-            self._values = self._grown(self._values, new_values, start, rows - end)
-            self._keys, self._rows = grown, rows
+            keys = self._grown(self._keys, new_keys, start, rows - end)
+            values = self._grown(self._values, new_values, start, rows - end)
+            self._keys, self._values, self._rows = keys, values, rows
         else:
             for buffer, new in ((self._keys, new_keys), (self._values, new_values)):
                 for array, part in zip(buffer, new, strict=True):
                     array[..., start:end, :] = part
+        self._lease.commit()
         return self.keys_and_values()
 
     def _check_fit(self, name: str, new: Quantized, old: Any) -> None:

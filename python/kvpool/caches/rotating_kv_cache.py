@@ -71,11 +71,6 @@ class PoolBackedRotatingKVCache(PooledLayerCache):
         cache.state = state
         return cache
 
-    def _clear(self) -> None:
-        super()._clear()
-        # The lease has moved, the buffers have not followed yet.
-        self._pending = False
-
     @property
     def _idx(self) -> int:
         return self._lease.index
@@ -102,7 +97,6 @@ class PoolBackedRotatingKVCache(PooledLayerCache):
         if n_tokens == 1 and self._rows > self.max_size:
             self._narrow()
         ranges = self._ranges()
-        self._pending = True
         lease.append(batch, n_tokens)
         rows, at = lease.rows, lease.index - n_tokens
         fresh = self._keys is None
@@ -120,7 +114,7 @@ class PoolBackedRotatingKVCache(PooledLayerCache):
         else:
             self._keys[..., at : at + 1, :] = keys
             self._values[..., at : at + 1, :] = values
-        self._pending = False
+        lease.commit()
         if fresh:
             self._tag(lease)
         return self.keys_and_values()
@@ -162,11 +156,6 @@ class PoolBackedRotatingKVCache(PooledLayerCache):
         lease = self._lease
         lease.replace(lease.batch, lease.offset, self.max_size, self.max_size)
         self._keys, self._values, self._rows = keys, values, self.max_size
-
-    def _undo(self) -> None:
-        self._lease.undo(self._rows, not self._pending)
-        self._pending = False
-        self._cut(self._lease.rows)
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """The buffers, without rows that no token has reached yet; (None, None) while empty."""

@@ -31,7 +31,11 @@ struct Request {
   }
 
   void step(std::int64_t n_tokens) {
-    for (auto& layer : layers) ASSERT_TRUE(layer->append(1, n_tokens));
+    for (auto& layer : layers) move(*layer, n_tokens);
+  }
+  static void move(LayerLease& layer, std::int64_t n_tokens) {
+    ASSERT_TRUE(layer.append(1, n_tokens));
+    layer.commit();
   }
   std::vector<std::int64_t> offsets() const {
     std::vector<std::int64_t> out;
@@ -55,12 +59,12 @@ using Offsets = std::vector<std::int64_t>;
 
 TEST(LeaseGroup, a_steps_growth_is_reserved_when_the_first_layer_moves) {
   Request request(blocks_of_four(12));
-  ASSERT_TRUE(request.layers[0]->append(1, 5));
+  request.move(*request.layers[0], 5);
   EXPECT_EQ(request.in_use(), 4);  // its own two blocks a stream, and no more
   EXPECT_EQ(request.pool->n_available(Stream::kKey), 0);
   EXPECT_EQ(request.pool->n_reserved(Stream::kValue, 1), 4);
-  ASSERT_TRUE(request.layers[1]->append(1, 5));
-  ASSERT_TRUE(request.layers[2]->append(1, 5));
+  request.move(*request.layers[1], 5);
+  request.move(*request.layers[2], 5);
   EXPECT_EQ(request.in_use(), 12);
   EXPECT_EQ(request.pool->n_reserved(Stream::kKey, 1), 0);
   request.check();
@@ -104,12 +108,12 @@ TEST(LeaseGroup, spare_growth_takes_the_middle_way_before_single_blocks) {
 TEST(LeaseGroup, a_step_cut_short_is_torn_and_can_be_taken_back) {
   Request request(blocks_of_four(24));
   request.step(3);
-  ASSERT_TRUE(request.layers[0]->append(1, 2));
-  ASSERT_TRUE(request.layers[1]->append(1, 2));
+  request.move(*request.layers[0], 2);
+  request.move(*request.layers[1], 2);
   EXPECT_TRUE(request.layers[0]->is_torn());
   EXPECT_FALSE(request.layers[2]->is_torn());
   EXPECT_FALSE(request.layers[0]->append(1, 1));
-  for (auto& layer : request.layers) layer->undo(layer->shape().rows, true);
+  for (auto& layer : request.layers) layer->undo(layer->shape().rows);
   request.group->end_step();
   EXPECT_EQ(request.offsets(), (Offsets{3, 3, 3}));
   EXPECT_EQ(request.pool->n_reserved(Stream::kKey, 1), 0);
@@ -118,10 +122,35 @@ TEST(LeaseGroup, a_step_cut_short_is_torn_and_can_be_taken_back) {
   request.check();
 }
 
+TEST(LeaseGroup, a_step_whose_last_layer_was_never_written_is_torn) {
+  Request request(blocks_of_four(24), 2);
+  request.step(3);
+  request.move(*request.layers[0], 2);
+  ASSERT_TRUE(request.layers[1]->append(1, 2));
+  EXPECT_FALSE(request.layers[0]->append(1, 1));
+  request.layers[0]->undo(7);
+  request.layers[1]->undo(4);
+  request.group->end_step();
+  EXPECT_EQ(request.offsets(), (Offsets{3, 3}));
+  EXPECT_EQ(request.layers[1]->shape().rows, 4);
+  request.check();
+}
+
+TEST(LeaseGroup, the_last_step_can_be_taken_back_even_after_the_next_did_not_fit) {
+  Request request(blocks_of_four(6), 1, BufferGrowth::ring(8, 0, 4));
+  for (int i = 0; i < 10; ++i) request.step(1);
+  EXPECT_THROW((void)request.layers[0]->append(1, 9), StepExhausted);
+  EXPECT_EQ(request.layers[0]->trim(1), 0);  // the ring has wrapped
+  EXPECT_EQ(request.layers[0]->undo(8), (BufferShape{9, 8, 1}));
+  request.step(1);
+  EXPECT_EQ(request.layers[0]->shape(), (BufferShape{10, 8, 2}));
+  request.check();
+}
+
 TEST(LeaseGroup, a_layer_that_is_left_out_does_not_tear_the_step) {
   Request request(blocks_of_four(24));
-  ASSERT_TRUE(request.layers[1]->append(1, 2));
-  ASSERT_TRUE(request.layers[1]->append(1, 2));
+  request.move(*request.layers[1], 2);
+  request.move(*request.layers[1], 2);
   EXPECT_EQ(request.offsets(), (Offsets{0, 4, 0}));
   EXPECT_EQ(request.pool->n_reserved(Stream::kKey, 1), 2);  // for the step under way
   request.group->end_step();
@@ -130,8 +159,8 @@ TEST(LeaseGroup, a_layer_that_is_left_out_does_not_tear_the_step) {
 
 TEST(LeaseGroup, dropping_a_layer_gives_its_blocks_back_and_ends_a_step_that_waited_for_it) {
   Request request(blocks_of_four(24));
-  ASSERT_TRUE(request.layers[0]->append(1, 4));
-  ASSERT_TRUE(request.layers[1]->append(1, 4));
+  request.move(*request.layers[0], 4);
+  request.move(*request.layers[1], 4);
   request.layers.pop_back();
   EXPECT_EQ(request.in_use(), 4);
   EXPECT_EQ(request.pool->n_reserved(Stream::kKey, 1), 0);
@@ -144,7 +173,7 @@ TEST(LeaseGroup, dropping_a_layer_gives_its_blocks_back_and_ends_a_step_that_wai
 TEST(LeaseGroup, release_empties_every_layer) {
   Request request(blocks_of_four(24));
   request.step(5);
-  ASSERT_TRUE(request.layers[0]->append(1, 7));
+  request.move(*request.layers[0], 7);
   request.group->release();
   EXPECT_EQ(request.in_use(), 0);
   EXPECT_EQ(request.offsets(), (Offsets{0, 0, 0}));
@@ -159,8 +188,8 @@ TEST(LeaseGroup, a_reservation_of_the_owner_is_drawn_on_and_survives_its_remaind
   ASSERT_FALSE(request.pool->try_reserve(1, 10, 10));
   request.step(8);
   EXPECT_EQ(request.pool->n_reserved(Stream::kKey, 1), 4);
-  ASSERT_TRUE(request.layers[0]->append(1, 4));  // 3 of the 4 are this step's
-  request.layers[0]->undo(8, false);
+  request.move(*request.layers[0], 4);  // 3 of the 4 are this step's
+  request.layers[0]->undo(8);
   request.group->end_step();
   EXPECT_EQ(request.pool->n_reserved(Stream::kKey, 1), 4 - 1);
 }
@@ -276,7 +305,10 @@ RC_GTEST_PROP(LeaseGroup, the_books_hold_after_any_calls, ()) {
         const auto before = request.offsets();
         const auto n = *rc::gen::inRange<std::int64_t>(1, 9);
         try {
-          for (auto& layer : request.layers) RC_ASSERT(layer->append(1, n).has_value());
+          for (auto& layer : request.layers) {
+            RC_ASSERT(layer->append(1, n).has_value());
+            layer->commit();
+          }
         } catch (const StepExhausted& error) {
           RC_ASSERT(error.tokens_that_fit < n);
           RC_ASSERT(request.offsets() == before);
