@@ -41,12 +41,16 @@ auto with_numbers(Body&& body) {
   }
 }
 
-constexpr std::int64_t kTorn = -1;
-
-std::int64_t append(LayerLease& lease, std::int64_t batch, std::int64_t n_tokens) {
-  return with_numbers([&] {
+// What decoding asks once a layer and token is one number: the row where the tokens start where the
+// buffers have room; -1 where the step is torn; -2 less that row where the buffers are to get
+// another length.
+std::int64_t append(LayerLease& lease, std::int64_t batch, std::int64_t n_tokens,
+                    std::int64_t rows) {
+  return with_numbers([&]() -> std::int64_t {
     const auto shape = lease.append(batch, n_tokens);
-    return shape ? shape->offset - n_tokens : kTorn;
+    if (!shape) return -1;
+    const std::int64_t start = shape->offset - n_tokens;
+    return shape->rows == rows ? start : -2 - start;
   });
 }
 
@@ -86,8 +90,9 @@ void bind_leases(nb::module_& m) {
       .def_prop_ro("is_trimmable", &LayerLease::is_trimmable)
       .def_prop_ro("is_torn", &LayerLease::is_torn)
       .def_prop_ro("in_torn_step", &LayerLease::in_torn_step)
-      .def("append", &append, "batch"_a, "n_tokens"_a,
-           "Moves the layer on and returns where its tokens start; -1 where the step is torn.")
+      .def("append", &append, "batch"_a, "n_tokens"_a, "rows"_a,
+           "Moves the layer on and returns the row where its tokens start. -1 where the step is\n"
+           "torn, -2 less that row where the buffers are not to keep their length, rows.")
       .def("commit", &LayerLease::commit, "The buffers show what append charged.")
       .def(
           "undo", [](LayerLease& self, std::int64_t rows) { (void)self.undo(rows); },

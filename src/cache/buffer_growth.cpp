@@ -36,6 +36,18 @@ BufferGrowth BufferGrowth::ring(std::int64_t max_size, std::int64_t keep, std::i
   return BufferGrowth(Ring{max_size, keep, step});
 }
 
+BufferGrowth BufferGrowth::leading(std::int64_t lead) const {
+  require(lead >= 0, "lead must be >= 0, got ", lead);
+  BufferGrowth growth = *this;
+  if (auto* spare = std::get_if<Spare>(&growth.kind_)) spare->lead = lead;
+  return growth;
+}
+
+std::int64_t BufferGrowth::lead() const noexcept {
+  const auto* spare = std::get_if<Spare>(&kind_);
+  return spare == nullptr ? 0 : spare->lead;
+}
+
 BufferShape BufferGrowth::grown(const Exact& kind, const BufferShape& now, std::int64_t n_tokens,
                                 int /*halvings*/) {
   const std::int64_t offset = now.offset + n_tokens;
@@ -50,7 +62,10 @@ BufferShape BufferGrowth::grown(const Exact& kind, const BufferShape& now, std::
 BufferShape BufferGrowth::grown(const Spare& kind, const BufferShape& now, std::int64_t n_tokens,
                                 int halvings) {
   const std::int64_t offset = now.offset + n_tokens;
-  if (offset <= now.rows) return {offset, now.rows, offset};
+  const std::int64_t lead = halvings == 0 ? kind.lead : 0;
+  if (offset <= now.rows && offset + std::min(lead, now.rows / 2) <= now.rows) {
+    return {offset, now.rows, offset};
+  }
   const std::int64_t wanted = round_up(std::max(offset, now.rows + now.rows / 2), kind.quantum);
   const std::int64_t needed = std::min(round_up(offset, kind.block_size), wanted);
   const std::int64_t extra = (wanted - needed) >> halvings;

@@ -10,6 +10,9 @@
 namespace kvpool::cache {
 namespace {
 
+// Layers copy at most so many tokens before they have to.
+constexpr std::int64_t kMaxLead = 128;
+
 void require_positive(const char* call, const char* name, std::int64_t value) {
   if (value >= 1) return;
   throw InvalidArgument("[LayerLease::" + std::string(call) + "] " + name + " must be >= 1, got " +
@@ -22,6 +25,8 @@ LayerLease::LayerLease(std::shared_ptr<LeaseGroup> group, const BufferGrowth& gr
     : group_(std::move(group)) {
   auto layer = std::make_unique<LeaseGroup::Layer>(group_->pool_, group_->owner_, growth);
   const std::lock_guard lock(group_->mutex_);
+  const auto place = static_cast<std::int64_t>(group_->layers_.size());
+  layer->growth = growth.leading(place % kMaxLead);
   layer_ = group_->layers_.emplace_back(std::move(layer)).get();
 }
 
@@ -195,6 +200,7 @@ std::unique_ptr<LayerLease> LayerLease::supersede(const BufferGrowth& growth,
     theirs.lease.set_formats(tag, tag);
   }
   theirs.moved = std::exchange(mine.moved, false);
+  theirs.growth = growth.leading(mine.growth.lead());
   if (shared->writing_ == &mine) shared->writing_ = &theirs;
   auto& layers = shared->layers_;
   const auto place =

@@ -34,6 +34,11 @@ class BufferGrowth {
   /// tokens overwrite the oldest, a chunk of S leaves max_size - 1 + S rows.
   static BufferGrowth ring(std::int64_t max_size, std::int64_t keep, std::int64_t step);
 
+  /// The same, but a spare growth comes up to `lead` tokens before it has to, where the pool has
+  /// room for all of it. Layers with different leads do not all copy in one step.
+  BufferGrowth leading(std::int64_t lead) const;
+  std::int64_t lead() const noexcept;
+
   /// No spare rows at all.
   static constexpr int kNoSpare = 62;
 
@@ -58,6 +63,7 @@ class BufferGrowth {
   struct Spare {
     std::int64_t quantum;
     std::int64_t block_size;
+    std::int64_t lead = 0;
   };
   struct Ring {
     std::int64_t max_size;

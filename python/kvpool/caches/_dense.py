@@ -46,15 +46,15 @@ class DenseLayerCache(LinearLayerCache):
         batch, _, n_tokens, _ = keys.shape
         if n_tokens == 0:
             return (keys, values) if self._keys is None else self.keys_and_values()
-        start = self._advance(batch, n_tokens)
+        start, rows = self._advance(batch, n_tokens)
         end = start + n_tokens
-        if end > self._rows:
-            self._grow(self._lease.rows, start, keys, values)
+        if rows != self._rows:
+            self._grow(rows, start, keys, values)
         else:
-            self._keys[..., start:end, :] = keys
-            self._values[..., start:end, :] = values
+            self._keys[:, :, start:end] = keys
+            self._values[:, :, start:end] = values
         self._lease.commit()
-        return self._keys[..., :end, :], self._values[..., :end, :]
+        return self._keys[:, :, :end], self._values[:, :, :end]
 
     def _check_fit(self, keys: Any, values: Any) -> None:
         self._check_new(keys, values)
@@ -68,7 +68,7 @@ class DenseLayerCache(LinearLayerCache):
         dtypes = None if self._keys is None else (self._keys.dtype, self._values.dtype)
         grown = []
         for buffer, new in ((self._keys, keys), (self._values, values)):
-            parts = [] if buffer is None else [buffer[..., :start, :]]
+            parts = [] if buffer is None else [buffer[:, :, :start]]
             parts.append(new)
             if spare > 0:
                 # A broadcast zero: the spare rows are written once, in the new buffer.

@@ -163,7 +163,7 @@ class PooledLayerCache:
         copies = 2 * rows < self._rows
 
         def shorter(array: mx.array) -> mx.array:
-            view = array[..., :rows, :]
+            view = array[:, :, :rows]
             return mx.contiguous(view) if copies else view
 
         keys, values = self._each(shorter, self._keys), self._each(shorter, self._values)

@@ -21,13 +21,13 @@ class LinearLayerCache(PooledLayerCache):
         block_size = 1 if pool is None else pool.config.block_size
         return _native.BufferGrowth.spare(max(block_size, STOCK_STEP), block_size)
 
-    def _advance(self, batch: int, n_tokens: int) -> int:
-        """Charges the pool for more tokens and returns the row where they start."""
-        start = self._lease.append(batch, n_tokens)
-        if start < 0:
+    def _advance(self, batch: int, n_tokens: int) -> tuple[int, int]:
+        """Charges the pool for more tokens: the row where they start, the rows there are to be."""
+        start = self._lease.append(batch, n_tokens, self._rows)
+        if start == -1:
             self._group.roll_back()
-            start = self._lease.append(batch, n_tokens)
-        return start
+            start = self._lease.append(batch, n_tokens, self._rows)
+        return (start, self._rows) if start >= 0 else (-2 - start, self._lease.rows)
 
     def _check_new(self, keys: Any, values: Any) -> None:
         """Refuses new keys and values that no cache could take."""
@@ -56,8 +56,8 @@ class LinearLayerCache(PooledLayerCache):
         if self._keys is None or self._values is None:
             return self._keys, self._values
         end = self._lease.offset
-        keys = self._each(lambda array: array[..., :end, :], self._keys)
-        return keys, self._each(lambda array: array[..., :end, :], self._values)
+        keys = self._each(lambda array: array[:, :, :end], self._keys)
+        return keys, self._each(lambda array: array[:, :, :end], self._values)
 
     @property
     def offset(self) -> int:

@@ -97,17 +97,16 @@ class PoolBackedQuantizedKVCache(LinearLayerCache, QuantizedKVCache):
         batch, _, n_tokens, _ = keys.shape
         if n_tokens == 0:
             return (new_keys, new_values) if self._keys is None else self.keys_and_values()
-        start = self._advance(batch, n_tokens)
+        start, rows = self._advance(batch, n_tokens)
         end = start + n_tokens
-        if end > self._rows:
-            rows = self._lease.rows
+        if rows != self._rows:
             keys = self._grown(self._keys, new_keys, start, rows - end)
             values = self._grown(self._values, new_values, start, rows - end)
             self._keys, self._values, self._rows = keys, values, rows
         else:
             for buffer, new in ((self._keys, new_keys), (self._values, new_values)):
                 for array, part in zip(buffer, new, strict=True):
-                    array[..., start:end, :] = part
+                    array[:, :, start:end] = part
         self._lease.commit()
         return self.keys_and_values()
 
@@ -120,7 +119,7 @@ class PoolBackedQuantizedKVCache(LinearLayerCache, QuantizedKVCache):
     def _grown(buffer: Any, new: Quantized, start: int, spare: int) -> Quantized:
         grown = []
         for i, part in enumerate(new):
-            parts = [] if buffer is None else [buffer[i][..., :start, :]]
+            parts = [] if buffer is None else [buffer[i][:, :, :start]]
             parts.append(part)
             if spare > 0:
                 parts.append(mx.zeros((*part.shape[:2], spare, part.shape[3]), part.dtype))

@@ -97,7 +97,7 @@ class PoolBackedRotatingKVCache(PooledLayerCache):
         if n_tokens == 1 and self._rows > self.max_size:
             self._narrow()
         ranges = self._ranges()
-        lease.append(batch, n_tokens)
+        lease.append(batch, n_tokens, self._rows)
         rows, at = lease.rows, lease.index - n_tokens
         fresh = self._keys is None
         if n_tokens > 1:
@@ -112,8 +112,8 @@ class PoolBackedRotatingKVCache(PooledLayerCache):
             grown = [_longer(self._keys, keys, spare), _longer(self._values, values, spare)]
             self._keys, self._values, self._rows = *grown, rows
         else:
-            self._keys[..., at : at + 1, :] = keys
-            self._values[..., at : at + 1, :] = values
+            self._keys[:, :, at : at + 1] = keys
+            self._values[:, :, at : at + 1] = values
         lease.commit()
         if fresh:
             self._tag(lease)
@@ -140,7 +140,7 @@ class PoolBackedRotatingKVCache(PooledLayerCache):
 
     @staticmethod
     def _chosen(buffer: Any, ranges: list[tuple[int, int]], new: mx.array | None = None) -> Any:
-        parts = [] if buffer is None else [buffer[..., a:b, :] for a, b in ranges if a < b]
+        parts = [] if buffer is None else [buffer[:, :, a:b] for a, b in ranges if a < b]
         if new is not None:
             parts.append(new)
         return mx.concatenate(parts, axis=2) if len(parts) > 1 else parts[0][...]
@@ -162,7 +162,7 @@ class PoolBackedRotatingKVCache(PooledLayerCache):
         if self._keys is None or self._values is None:
             return self._keys, self._values
         end = min(self._lease.offset, self._rows)
-        return self._keys[..., :end, :], self._values[..., :end, :]
+        return self._keys[:, :, :end], self._values[:, :, :end]
 
     # --- state ------------------------------------------------------------------------------------
 

@@ -36,6 +36,14 @@ TEST(BufferGrowth, spare_growth_shrinks_to_single_blocks) {
   EXPECT_EQ(rows_after(BufferGrowth::spare(300, 300), {}, 257, BufferGrowth::kNoSpare), 300);
 }
 
+TEST(BufferGrowth, a_lead_grows_early_and_only_where_there_is_room_for_all_of_it) {
+  const auto growth = BufferGrowth::spare(256, 16).leading(3);
+  EXPECT_EQ(rows_after(growth, {}, 1, 0), 256);
+  EXPECT_EQ(rows_after(growth, {252, 256, 252}, 1, 0), 256);
+  EXPECT_EQ(rows_after(growth, {253, 256, 253}, 1, 0), 512);
+  EXPECT_EQ(rows_after(growth, {253, 256, 253}, 1, 1), 256);
+}
+
 TEST(BufferGrowth, field_E14_spare_growth_copies_far_fewer_rows_than_steps_of_256) {
   const auto copies = [](const BufferGrowth& growth) {
     BufferShape now;

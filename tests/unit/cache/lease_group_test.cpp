@@ -105,6 +105,17 @@ TEST(LeaseGroup, spare_growth_takes_the_middle_way_before_single_blocks) {
   request.check();
 }
 
+TEST(LeaseGroup, layers_grow_one_after_the_other_where_there_is_room) {
+  Request request(blocks_of_four(3 * 2 * 128), 3, BufferGrowth::spare(256, 4));
+  request.step(254);
+  EXPECT_EQ(request.in_use(), 3 * 2 * 64);
+  for (const std::int64_t grown : {1, 2, 3}) {
+    request.step(1);
+    EXPECT_EQ(request.in_use(), (3 + grown) * 2 * 64);
+  }
+  request.check();
+}
+
 TEST(LeaseGroup, a_step_cut_short_is_torn_and_can_be_taken_back) {
   Request request(blocks_of_four(24));
   request.step(3);
