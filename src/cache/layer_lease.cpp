@@ -164,6 +164,7 @@ void LayerLease::replace(std::int64_t batch, const BufferShape& shape, const cha
   group_->reservation_.taken_pairs += std::max<std::int64_t>(lease.n_pairs() - pairs, 0);
   layer_->now = layer_->before = shape;
   layer_->moved = false;
+  if (group_->writing_ == layer_) group_->writing_ = nullptr;
 }
 
 void LayerLease::set_padding(std::int64_t first, std::vector<std::int64_t> counts) {
