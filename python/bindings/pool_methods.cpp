@@ -168,8 +168,8 @@ PyObject* allocate_kv(PyObject* self, Arguments args, Py_ssize_t n_args, PyObjec
 
     const auto n = static_cast<std::size_t>(blocks_of_layers(*pool.pool, n_tokens, layers));
     HandleBuffer buffer(pool.handle_memory, 2 * n);
-    const auto keys = buffer.handles().first(n);
-    const auto values = buffer.handles().last(n);
+    const auto keys = buffer.half(0);
+    const auto values = buffer.half(1);
     if (const auto shortage = pool.pool->try_allocate_kv(n_tokens, owner, key_format, value_format,
                                                          keys, values, layers)) {
       return raise_exhausted(*shortage, call);

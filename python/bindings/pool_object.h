@@ -62,6 +62,11 @@ class HandleBuffer {
   HandleBuffer& operator=(const HandleBuffer&) = delete;
 
   std::span<core::BlockHandle> handles() const noexcept { return {data_, n_}; }
+  /// The first or the second half.
+  std::span<core::BlockHandle> half(int which) const noexcept {
+    const std::size_t n = n_ / 2;
+    return {data_ == nullptr || which == 0 ? data_ : data_ + n, n};
+  }
 
  private:
   static constexpr std::size_t kSmall = 4;
