@@ -1,0 +1,32 @@
+"""Gemma 3 270M through the pool: five layers of six keep a sliding window only."""
+
+from __future__ import annotations
+
+from conftest import GEMMA3_PREFILL_STEP, GEMMA3_TOKENS, GEMMA3_WINDOW
+from kvpool.memory import BlockPoolAllocator, PoolConfig, build_pooled_caches
+from stock import decode
+
+
+def test_greedy_decoding_past_the_window_is_identical(gemma3, gemma3_prompt, gemma3_stock):
+    model, _ = gemma3
+    assert len(gemma3_prompt) > GEMMA3_WINDOW
+    total = len(gemma3_prompt) + GEMMA3_TOKENS
+    config = PoolConfig.for_model(model, max_tokens=total, prefill_step=GEMMA3_PREFILL_STEP)
+    pool = BlockPoolAllocator(config)
+    # The pool has just enough blocks: what one layer had to spare, another would lack.
+    caches = build_pooled_caches(model, pool, owner=1, step=config.block_size)
+    tokens = decode(
+        model, gemma3_prompt, GEMMA3_TOKENS, caches, prefill_step_size=GEMMA3_PREFILL_STEP
+    )
+
+    # Window layers hold less than the sequence; every sixth layer holds all of it.
+    held = [cache.keys.shape[2] for cache in caches]
+    most = GEMMA3_WINDOW + GEMMA3_PREFILL_STEP - 1
+    for index, (cache, rows) in enumerate(zip(caches, held, strict=True)):
+        cache.check_invariants()
+        assert rows >= total if index % 6 == 5 else rows <= most
+    caches[0].release()
+    assert pool.stats.blocks_in_use() == 0
+    pool.check_invariants()
+
+    assert tokens == gemma3_stock.result()
