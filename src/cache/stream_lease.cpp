@@ -114,7 +114,7 @@ void StreamLease::release() noexcept {
   for (Side* side : {&keys_, &values_}) {
     try {
       if (!side->blocks.empty()) pool_->free(side->blocks);
-    } catch (...) {
+    } catch (...) {  // NOLINT(bugprone-empty-catch)
       // Own handles are never refused; what else can fail must not leave a destructor.
     }
     side->blocks.clear();

@@ -21,10 +21,10 @@ void IdleBuffers::put(AlignedBuffer buffer) noexcept {
   if (size == 0 || size > limit_bytes_ - bytes_) return;
   try {
     by_size_[size].push_back(std::move(buffer));
-    bytes_ += size;
   } catch (const std::bad_alloc&) {
-    // No room to remember it: the buffer is freed instead, which is always right.
+    return;  // no room to remember it: the buffer is freed instead, which is always right
   }
+  bytes_ += size;
 }
 
 void IdleBuffers::clear() noexcept {

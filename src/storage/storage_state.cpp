@@ -30,7 +30,9 @@ formats::Format BlockStorage::State::format_of(const char* call,
                                                const core::BlockPoolAllocator& pool,
                                                core::FormatTag tag) {
   const auto index = static_cast<std::size_t>(tag);
-  if (index < format_by_tag.size() && format_by_tag[index]) return *format_by_tag[index];
+  if (index < format_by_tag.size()) {
+    if (const auto known = format_by_tag[index]) return *known;
+  }
   const std::string tag_name = pool.format_name(tag);
   const auto format = formats::format_from_name(tag_name);
   if (!format) {
