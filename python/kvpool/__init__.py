@@ -19,6 +19,7 @@ from kvpool.core.exceptions import (
 from kvpool.memory.block_pool import AllocationStats, Block, BlockPoolAllocator, PoolConfig
 
 if TYPE_CHECKING:
+    from kvpool.cache import ExactKVCache, KVCache
     from kvpool.memory.pool_backed_cache import PoolBackedKVCache, build_pooled_caches
     from kvpool.memory.pooled_cache import PooledKVCache
     from kvpool.prompt_cache import load_prompt_cache, save_prompt_cache
@@ -31,6 +32,8 @@ __all__ = [
     "BlockPoolExhaustedError",
     "CodebookDimensionMismatch",
     "CyclicPipelineError",
+    "ExactKVCache",
+    "KVCache",
     "OwnerAlreadyActiveError",
     "PoolBackedKVCache",
     "PoolConfig",
@@ -43,6 +46,8 @@ __all__ = [
 ]
 
 _LAZY = {
+    "ExactKVCache": "kvpool.cache",
+    "KVCache": "kvpool.cache",
     "PoolBackedKVCache": "kvpool.memory.pool_backed_cache",
     "PooledKVCache": "kvpool.memory.pooled_cache",
     "build_pooled_caches": "kvpool.memory.pool_backed_cache",
