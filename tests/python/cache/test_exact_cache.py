@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -171,3 +174,14 @@ def test_fault_F42_memory_is_what_the_tokens_take():
 
 def test_fault_F43_a_large_capacity_takes_nothing_before_it_is_used():
     assert ExactKVCache(128, capacity=1_000_000).memory_bytes() == 0
+
+
+def test_fault_F50_the_cache_needs_no_mlx():
+    code = (
+        "import sys, kvpool, kvpool.memory.mlx_storage\n"
+        "cache = kvpool.PooledKVCache(kvpool.ExactKVCache(2), kvpool.BlockPoolAllocator())\n"
+        "cache.append([1, 2], [3, 4])\n"
+        "assert cache.attend([0, 0]).tolist() == [3, 4]\n"
+        "assert not [name for name in sys.modules if name.partition('.')[0] in ('mlx', 'mlx_lm')]\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
