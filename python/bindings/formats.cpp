@@ -42,7 +42,7 @@ void bind_formats(nb::module_& m) {
   }
   m.attr("FORMATS") = nb::tuple(all);
 
-  m.def("simd_target", &kernels::simd_target_name,
+  m.def("simd_target_name", &kernels::simd_target_name,
         "The vector instructions that the kernels use on this machine, or 'scalar'.");
 }
 
