@@ -6,12 +6,16 @@ Importing this package makes their class names known to ``mlx_lm.models.cache``,
 
 from mlx_lm.models import cache as _mlx_lm_cache
 
+from kvpool.caches.batch_kv_cache import PoolBackedBatchKVCache
+from kvpool.caches.batch_rotating_kv_cache import PoolBackedBatchRotatingKVCache
 from kvpool.caches.build import attach_caches, build_pooled_caches
 from kvpool.caches.kv_cache import PoolBackedKVCache
 from kvpool.caches.quantized_kv_cache import PoolBackedQuantizedKVCache
 from kvpool.caches.rotating_kv_cache import PoolBackedRotatingKVCache
 
 __all__ = [
+    "PoolBackedBatchKVCache",
+    "PoolBackedBatchRotatingKVCache",
     "PoolBackedKVCache",
     "PoolBackedQuantizedKVCache",
     "PoolBackedRotatingKVCache",
@@ -19,5 +23,11 @@ __all__ = [
     "build_pooled_caches",
 ]
 
-for _cls in (PoolBackedKVCache, PoolBackedQuantizedKVCache, PoolBackedRotatingKVCache):
+for _cls in (
+    PoolBackedBatchKVCache,
+    PoolBackedBatchRotatingKVCache,
+    PoolBackedKVCache,
+    PoolBackedQuantizedKVCache,
+    PoolBackedRotatingKVCache,
+):
     setattr(_mlx_lm_cache, _cls.__name__, _cls)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 from kvpool import _native
@@ -35,6 +36,8 @@ class CacheGroup:
         self.owner = owner
         self.ledger = ledger or _native.LeaseGroup(pool, owner)
         self._members: list[weakref.ref[PooledLayerCache]] = []
+        # By what they are made for: a group made from this one, and the layers that are in it.
+        self._offspring: dict[Hashable, tuple[weakref.ref[CacheGroup], weakref.WeakSet[Any]]] = {}
 
     def add(self, cache: PooledLayerCache) -> None:
         """Makes ``cache`` a member."""
@@ -49,6 +52,23 @@ class CacheGroup:
         """The caches that are alive."""
         caches = (member() for member in self._members)
         return [cache for cache in caches if cache is not None]
+
+    def offspring(self, purpose: Hashable, layer: PooledLayerCache, owner: int) -> CacheGroup:
+        """The group for what is made from ``layer``, one with what is made from its fellows.
+
+        mlx-lm merges and extracts a layer at a time: the calls for one purpose, each for another
+        layer, belong together. A layer that comes again starts the next group.
+        """
+        if purpose in self._offspring:
+            child, seen = self._offspring[purpose]
+            group = child()
+            if group is not None and layer not in seen:
+                seen.add(layer)
+                return group
+        self._offspring = {k: v for k, v in self._offspring.items() if v[0]() is not None}
+        group = CacheGroup(self.pool, owner)
+        self._offspring[purpose] = weakref.ref(group), weakref.WeakSet([layer])
+        return group
 
     def roll_back(self) -> None:
         """Takes back a step that was cut short: every layer is where it was before it."""

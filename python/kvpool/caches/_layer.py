@@ -123,8 +123,43 @@ class PooledLayerCache:
         shared = {"_group", "_lease", "_keys", "_values"}
         twin.__dict__.update({k: v for k, v in self.__dict__.items() if k not in shared})
         twin._keys, twin._values = self._view(self._keys), self._view(self._values)
-        twin._join(group, self._lease.copy_into(group.ledger))
+        twin._join(group, self._copied_lease(group))
         return twin
+
+    def _copied_lease(self, group: CacheGroup) -> _native.LayerLease:
+        """A lease in ``group`` for a copy of this cache."""
+        return self._lease.copy_into(group.ledger)
+
+    # --- what is charged --------------------------------------------------------------------------
+
+    def _hold(
+        self, keys: Any, values: Any, batch: int, offset: int, index: int, where: str
+    ) -> None:
+        """Puts buffers in place that nobody else writes; the pool is charged first.
+
+        Args:
+            keys, values: The buffers, both None for none.
+            batch: Sequences in them.
+            offset, index: Where their tokens end; see ``LayerLease``.
+            where: What an error starts with.
+        """
+        rows = 0 if keys is None else self._sizes(keys)[1]
+        self._lease.replace(0 if keys is None else batch, offset, rows, index, where)
+        self._clear()
+        if keys is not None:
+            self._keys, self._values, self._rows = keys, values, rows
+            self._tag(self._lease)
+
+    def _uncharge(self) -> None:
+        """Gives the blocks back and keeps the buffers, until the cache next moves."""
+        lease = self._lease
+        lease.replace(0, lease.offset, lease.rows, lease.index)
+
+    def _recharge(self) -> None:
+        """Takes ``_uncharge`` back."""
+        lease = self._lease
+        if self._keys is not None:
+            lease.replace(self._sizes(self._keys)[0], lease.offset, lease.rows, lease.index)
 
     # --- buffers, of one array or of several ------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextvars import ContextVar
 from typing import Any
 
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
@@ -13,6 +14,10 @@ from kvpool.caches._layer import PooledLayerCache
 from kvpool.caches.kv_cache import PoolBackedKVCache
 from kvpool.caches.rotating_kv_cache import PoolBackedRotatingKVCache
 from kvpool.memory.block_pool import BlockPoolAllocator
+
+
+# Models (by id) whose make_cache is running: it may call build_pooled_caches in turn.
+_asked: ContextVar[frozenset[int]] = ContextVar("_asked", default=frozenset())
 
 
 def build_pooled_caches(
@@ -76,7 +81,14 @@ def _own_caches(model: Any) -> list[Any]:
         return make(model)
     if not hasattr(model, "layers") and hasattr(model, "model"):
         model = model.model
-    return make_prompt_cache(model)
+    asked = _asked.get()
+    if id(model) in asked:
+        return [KVCache() for _ in model.layers]
+    token = _asked.set(asked | {id(model)})
+    try:
+        return make_prompt_cache(model)
+    finally:
+        _asked.reset(token)
 
 
 def _pooled(cache: Any, group: CacheGroup, step: int | None) -> Any:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from kvpool.caches._arguments import checked_buffers
 from kvpool.caches._dense import DenseLayerCache
 from kvpool.caches._group import CacheGroup
 from kvpool.caches.quantized_kv_cache import PoolBackedQuantizedKVCache
 from kvpool.memory.block_pool import BlockPoolAllocator
+
+if TYPE_CHECKING:
+    from kvpool.caches.batch_kv_cache import PoolBackedBatchKVCache
 
 
 class PoolBackedKVCache(DenseLayerCache):
@@ -62,6 +66,22 @@ class PoolBackedKVCache(DenseLayerCache):
         if keys is not None or values is not None:
             checked_buffers(where, keys, values)
         self._place(keys, values, offset[0] if offset else None, where)
+
+    @classmethod
+    def merge(cls, caches: Sequence[Any]) -> PoolBackedBatchKVCache:
+        """A batch of these caches' sequences, charged to the pool that they share.
+
+        mlx-lm calls it a layer at a time: the batches of all layers are one group, whose owner is
+        new. mlx-lm's own caches may be among ``caches``, behind the first.
+
+        Raises:
+            BlockPoolExhaustedError: The pool has too few blocks for the batch in all layers.
+            TypeError: A cache is of another kind.
+            ValueError: The caches are over different pools.
+        """
+        from kvpool.caches.batch_kv_cache import PoolBackedBatchKVCache
+
+        return PoolBackedBatchKVCache._merged(caches)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> PoolBackedQuantizedKVCache:
         """A quantised cache with the same tokens that takes this one's place in its group.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import RotatingKVCache
@@ -12,6 +13,9 @@ from kvpool.caches._arguments import checked_buffers, checked_fit, checked_int, 
 from kvpool.caches._group import CacheGroup
 from kvpool.caches._layer import STOCK_STEP, PooledLayerCache
 from kvpool.memory.block_pool import BlockPoolAllocator
+
+if TYPE_CHECKING:
+    from kvpool.caches.batch_rotating_kv_cache import PoolBackedBatchRotatingKVCache
 
 
 class PoolBackedRotatingKVCache(PooledLayerCache):
@@ -206,6 +210,17 @@ class PoolBackedRotatingKVCache(PooledLayerCache):
         if self._lease.is_torn:  # a model asks for its mask at the start of a step
             self._group.roll_back()
         return RotatingKVCache.make_mask(self, N, window_size, return_array)
+
+    @classmethod
+    def merge(cls, caches: Sequence[Any]) -> PoolBackedBatchRotatingKVCache:
+        """A batch of these caches' sequences; see ``PoolBackedKVCache.merge``.
+
+        Raises:
+            ValueError: The windows differ in size, too.
+        """
+        from kvpool.caches.batch_rotating_kv_cache import PoolBackedBatchRotatingKVCache
+
+        return PoolBackedBatchRotatingKVCache._merged(caches, caches[0].max_size)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
         """Not supported, as in mlx-lm."""

@@ -1,0 +1,323 @@
+"""BatchLayerCache: what pooled caches of several sequences have, whatever their buffers look like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import mlx.core as mx
+
+from kvpool import _native
+from kvpool.caches._arguments import checked_int
+from kvpool.caches._group import CacheGroup
+from kvpool.caches._joint import (
+    pairs_of_extended,
+    pairs_of_merged,
+    reserve_or_take,
+    shared_pool,
+)
+from kvpool.caches._layer import PooledLayerCache
+from kvpool.core.exceptions import BlockPoolExhaustedError
+
+Self = TypeVar("Self", bound="BatchLayerCache")
+
+
+class BatchLayerCache(PooledLayerCache):
+    """Sequences of unequal length, padded on the left, in one pair of buffers.
+
+    The pool is charged for every row of every sequence; rows of padding are held but unused. A
+    batch has an owner of its own, for its buffers are one allocation that no request alone could
+    give back. Each sequence remembers whose request it is: what is extracted is charged to that.
+
+    What goes where is worked out by mlx-lm's own class (``_as_stock``, ``_adopt``).
+
+    mlx-lm makes the new cache of a merge, an extension, an extraction or a copy while it still
+    holds the old one, which it drops next. Both are charged where there is room for both. Where
+    there is not, one is left without blocks until it next moves (the old one, of a copy the new
+    one), so that these calls take no more than what stays.
+    """
+
+    # mlx-lm's cache of a batch, and that of one sequence, which may be merged with ours.
+    _stock: ClassVar[Any]
+    _stock_single: ClassVar[type]
+
+    # Rows before the first token of each sequence, and whose each is.
+    _padding: tuple[int, ...]
+    _owners: tuple[int, ...]
+
+    def _as_stock(self) -> Any:
+        """mlx-lm's cache of the same sequences, over array objects of its own."""
+        raise NotImplementedError
+
+    def _adopt(self, stock: Any, owners: Sequence[int], where: str) -> None:
+        """Takes over what mlx-lm made; the pool is charged first."""
+        raise NotImplementedError
+
+    def _single(self, group: CacheGroup) -> PooledLayerCache:
+        """An empty pooled cache of one sequence with this geometry."""
+        raise NotImplementedError
+
+    # --- life -------------------------------------------------------------------------------------
+
+    @classmethod
+    def _empty(
+        cls: type[Self], group: CacheGroup, step: int | None, owners: Iterable[int], *geometry: int
+    ) -> Self:
+        """A batch without tokens, of as many sequences as there are owners."""
+        cache = cls.__new__(cls)
+        cache._shape_like(*geometry)
+        cache._step = step
+        cache._owners = tuple(owners)
+        cache._forget()
+        cache._join(group)
+        return cache
+
+    def _shape_like(self, *geometry: int) -> None:
+        """Takes the geometry that sequences of a batch share."""
+
+    def _begin(self, pool: Any, left_padding: Any, owner: Any, step: Any) -> None:
+        where = type(self).__name__
+        padding = [checked_int(where, "left_padding", p, 0) for p in _as_list(left_padding)]
+        self._owners = (owner,) * len(padding)
+        self._forget()
+        self._start(pool, owner, step)
+        self._owners = (self.owner,) * len(padding)
+        self.prepare(left_padding=padding)
+
+    @classmethod
+    def _loose(cls: type[Self], state: Any, *geometry: int) -> Self:
+        cache = cls._empty(CacheGroup(None, 0), None, (), *geometry)
+        cache.state = state
+        return cache
+
+    @classmethod
+    def from_state(cls: type[Self], state: Any) -> Self:
+        """A cache with this state and no pool: ``attach`` it before it is used further."""
+        return cls._loose(state)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._padding = (0,) * len(self._owners)
+
+    def _attach_to(self, group: CacheGroup) -> None:
+        super()._attach_to(group)
+        self._owners = (group.owner,) * len(self._padding)
+        self._mark()
+
+    def _copied_lease(self, group: CacheGroup) -> _native.LayerLease:
+        try:
+            return super()._copied_lease(group)
+        except BlockPoolExhaustedError:
+            mine = self._lease
+            lease = _native.LayerLease(group.ledger, self._growth(group.pool))
+            lease.replace(0, mine.offset, mine.rows, mine.index)
+            self._tag(lease)
+            return lease
+
+    def _recharge(self) -> None:
+        super()._recharge()
+        self._mark()
+
+    def _mark(self) -> None:
+        """Tells the pool which rows are padding."""
+        if self._lease.batch == len(self._padding):
+            self._lease.set_padding(0, self._padding)
+
+    def _change(
+        self, change: Callable[[Any], None], where: str, owners: Sequence[int] | None = None
+    ) -> None:
+        """Lets mlx-lm change its cache of the same sequences, and takes over what it made."""
+        self._settle()
+        stock = self._as_stock()
+        change(stock)
+        self._adopt(stock, self._owners if owners is None else owners, where)
+
+    # --- several sequences ------------------------------------------------------------------------
+
+    @property
+    def row_owners(self) -> tuple[int, ...]:
+        """Whose request each sequence is. The blocks belong to ``owner`` until it is extracted."""
+        return self._owners
+
+    @property
+    def left_padding(self) -> mx.array:
+        """Rows before the first token of each sequence."""
+        return mx.array(self._padding, dtype=mx.int32)
+
+    @classmethod
+    def _merged(cls: type[Self], caches: Sequence[Any], *geometry: int) -> Self:
+        """A batch of the sequences in ``caches``, the first of which is pooled."""
+        first = caches[0]
+        where = first._where("merge")
+        for cache in caches:
+            if type(cache) not in (type(first), cls._stock_single):
+                raise TypeError(f"[{where}] caches must all be alike, got {first!r} and {cache!r}")
+        sources = [cache for cache in caches if isinstance(cache, PooledLayerCache)]
+        pool = shared_pool(where, sources)
+        for cache in sources:
+            cache._settle()
+        parents = [cache._group for cache in sources]
+        purpose = ("merge", *(id(parent) for parent in parents))
+        group = first._group.offspring(purpose, first, pool.new_owner())
+        if group.ledger.n_layers == 0 and len(sources) == len(caches):
+            reserve_or_take(group, pairs_of_merged(group, parents, caches), parents, where)
+        owners = [getattr(cache, "owner", group.owner) for cache in caches]
+        batch = cls._empty(group, first._step, owners, *geometry)
+        try:
+            batch._adopt(cls._stock.merge(caches), owners, where)
+        except BaseException:
+            group.release()
+            raise
+        if group.ledger.n_layers == len(first._group.members()):
+            group.ledger.end_step()
+        return batch
+
+    def extract(self, idx: int) -> PooledLayerCache:
+        """A pooled cache of one sequence, charged to the request that the sequence is of.
+
+        What is extracted from all layers of a batch is one group.
+        """
+        where = self._where("extract")
+        idx = self._checked_row(where, idx)
+        self._settle()
+        owner = self._owners[idx]
+        single = self._single(self._group.offspring(("extract", idx, owner), self, owner))
+        if self._keys is None:
+            return single
+        stock = self._as_stock().extract(idx)
+        shape = (stock.keys, stock.values, 1, stock.offset, getattr(stock, "_idx", stock.offset))
+        try:
+            single._hold(*shape, where)
+        except BlockPoolExhaustedError:
+            lease = self._lease
+            if lease.batch == 0:
+                raise
+            lease.replace(lease.batch - 1, lease.offset, lease.rows, lease.index)
+            try:
+                single._hold(*shape, where)
+            except BaseException:
+                self._recharge()
+                raise
+        return single
+
+    def filter(self, batch_indices: Any) -> None:
+        """Keeps the sequences with these numbers; the blocks of the others go back.
+
+        Raises:
+            IndexError: There is no such sequence; nothing has changed.
+        """
+        where = self._where("filter")
+        indices = [self._checked_row(where, idx) for idx in _as_list(batch_indices)]
+        owners = [self._owners[idx] for idx in indices]
+        if not indices:
+            self._hold(None, None, 0, 0, 0, where)
+            self._owners = ()
+            self._forget()
+            return
+        self._change(lambda stock: stock.filter(indices), where, owners)
+
+    def extend(self, other: Any) -> None:
+        """Appends the sequences of another batch over the same pool.
+
+        Raises:
+            BlockPoolExhaustedError: The pool has too few blocks for all layers; none has changed.
+            TypeError: ``other`` is a cache of another kind.
+            ValueError: ``other`` is over another pool, or has another geometry.
+        """
+        where = self._where("extend")
+        if type(other) is not type(self):
+            raise TypeError(f"[{where}] other must be a {type(self).__name__}, got {other!r}")
+        shared_pool(where, (self, other))
+        self._refuse_unlike(where, other)
+        self._settle()
+        other._settle()
+        fellows = self._group.members()
+        pairs = list(zip(fellows, other._group.members(), strict=False))
+        n_sequences = len(self._padding)
+        if len(pairs) < len(fellows):
+            pairs = fellows = [(self, other)]
+        elif any(len(mine._padding) != n_sequences for mine in fellows):
+            pairs = []  # not the first layer: reserved already
+        if pairs:
+            needed = pairs_of_extended(self._group, pairs)
+            reserve_or_take(self._group, needed, [other._group], where)
+        theirs = other._as_stock()
+        owners = (*self._owners, *other._owners)
+        self._change(lambda stock: stock.extend(theirs), where, owners)
+        if all(len(mine._padding) != n_sequences for mine in self._group.members()):
+            self._group.ledger.end_step()
+
+    def _refuse_unlike(self, where: str, other: Any) -> None:
+        """Refuses a batch whose sequences cannot be among these."""
+        for name in ("_keys", "_values"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine is None or theirs is None:
+                continue
+            if (mine.shape[1], mine.shape[3]) != (theirs.shape[1], theirs.shape[3]):
+                raise ValueError(
+                    f"[{where}] {name[1:]} of shape {theirs.shape} do not fit the batch's, "
+                    f"{mine.shape}"
+                )
+
+    def prepare(
+        self, *, left_padding: Any = None, lengths: Any = None, right_padding: Any = None
+    ) -> None:
+        """Says how the tokens to come are padded, as mlx-lm's caches are told.
+
+        Args:
+            left_padding: Rows of padding before each sequence; only while there are no tokens.
+            lengths: Tokens of each sequence, its padding on the right not counted.
+            right_padding: Rows of padding after each sequence, until ``finalize``.
+        """
+        options = {
+            "left_padding": _as_list(left_padding),
+            "lengths": _as_list(lengths),
+            "right_padding": _as_list(right_padding),
+        }
+        where = self._where("prepare")
+        for name, value in options.items():
+            if value is not None and len(value) != len(self._padding):
+                raise ValueError(
+                    f"[{where}] {name} must have {len(self._padding)} items, got {value!r}"
+                )
+        self._change(lambda stock: stock.prepare(**options), where)
+
+    def finalize(self) -> None:
+        """Moves the padding on the right that ``prepare`` announced to the left."""
+        self._change(lambda stock: stock.finalize(), self._where("finalize"))
+
+    def _checked_row(self, where: str, idx: Any) -> int:
+        n_sequences = len(self._padding)
+        row = checked_int(where, "idx", idx, -(2**63))
+        if not -n_sequences <= row < n_sequences:
+            raise IndexError(f"[{where}] there are {n_sequences} sequences, got {row}")
+        return row % n_sequences
+
+    def _check_batch(self, keys: Any) -> None:
+        if keys.shape[0] != len(self._padding):
+            raise ValueError(
+                f"[{self._where('update_and_fetch')}] keys must be of {len(self._padding)} "
+                f"sequences, got {keys.shape[0]}"
+            )
+
+    def check_invariants(self) -> None:
+        """Raises RuntimeError where the books of this cache's group do not add up. For tests."""
+        super().check_invariants()
+        n_sequences = len(self._padding)
+        if len(self._owners) != n_sequences or (
+            self._keys is not None and self._keys.shape[0] != n_sequences
+        ):
+            raise RuntimeError(
+                f"[{self._where('check_invariants')}] owners, padding and buffers are not of as "
+                f"many sequences: {self!r}"
+            )
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(owner={self.owner}, row_owners={self._owners}, "
+            f"left_padding={self._padding}, rows={self._lease.rows})"
+        )
+
+
+def _as_list(values: Any) -> Any:
+    return values.tolist() if isinstance(values, mx.array) else values

@@ -1,0 +1,80 @@
+"""Putting a block pool behind mlx-lm: in scripts, in batches and in its server."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from kvpool.caches import build_pooled_caches
+from kvpool.caches._arguments import checked_int, checked_pool
+from kvpool.memory.block_pool import BlockPoolAllocator
+
+__all__ = ["PooledModel", "pool_model"]
+
+_MISSING = object()
+
+
+class PooledModel:
+    """A model whose requests are charged to a pool, until ``undo`` or the end of its ``with`` block.
+
+    Made by ``pool_model``.
+    """
+
+    def __init__(self, model: Any, pool: BlockPoolAllocator, step: int | None) -> None:
+        self.model = model
+        self.pool = pool
+        self._before = vars(model).get("make_cache", _MISSING)
+        self._make_cache = lambda: build_pooled_caches(model, pool, pool.new_owner(), step)
+        model.make_cache = self._make_cache
+
+    def undo(self) -> None:
+        """Gives the model back the caches that it had; requests under way keep theirs.
+
+        Raises:
+            RuntimeError: Another ``make_cache`` was put in place since: undo that one first.
+        """
+        if vars(self.model).get("make_cache") is not self._make_cache:
+            raise RuntimeError("[PooledModel::undo] the model has another make_cache now")
+        if self._before is _MISSING:
+            del self.model.make_cache
+        else:
+            self.model.make_cache = self._before
+
+    def __enter__(self) -> PooledModel:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.undo()
+
+
+def pool_model(model: Any, pool: BlockPoolAllocator, step: int | None = None) -> PooledModel:
+    """Charges every request to ``model`` to ``pool``, wherever mlx-lm makes the request's cache.
+
+    ``mlx_lm.generate``, ``batch_generate`` and ``mlx_lm.server`` make the cache of a request by
+    ``model.make_cache()``, which is replaced by ``build_pooled_caches`` with an owner of its own
+    (``pool.new_owner()``) for each request.
+
+        with pool_model(model, pool):
+            batch_generate(model, tokenizer, prompts)
+
+    Args:
+        model: A model of mlx-lm.
+        pool: The pool to draw on.
+        step: Rows to grow by, exactly; see ``PoolBackedKVCache``.
+
+    Returns:
+        What takes it back: a context manager with ``undo()``.
+
+    Raises:
+        TypeError: An argument is of another type.
+        ValueError: ``step`` is below 1.
+    """
+    checked_pool("pool_model", pool)
+    if step is not None:
+        step = checked_int("pool_model", "step", step, 1)
+    return PooledModel(model, pool, step)
