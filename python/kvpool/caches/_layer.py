@@ -144,9 +144,9 @@ class PooledLayerCache:
             where: What an error starts with.
         """
         rows = 0 if keys is None else self._sizes(keys)[1]
-        self._lease.replace(0 if keys is None else batch, offset, rows, index, where)
+        self._lease.replace(0 if rows == 0 else batch, offset, rows, index, where)
         self._clear()
-        if keys is not None:
+        if rows > 0:
             self._keys, self._values, self._rows = keys, values, rows
             self._tag(self._lease)
 
