@@ -1,4 +1,4 @@
-"""BatchLayerCache: what pooled caches of several sequences have, whatever their buffers look like."""
+"""BatchLayerCache: what pooled caches of several sequences have, however they lie."""
 
 from __future__ import annotations
 
@@ -231,21 +231,43 @@ class BatchLayerCache(PooledLayerCache):
         self._refuse_unlike(where, other)
         self._settle()
         other._settle()
-        fellows = self._group.members()
-        pairs = list(zip(fellows, other._group.members(), strict=False))
+        fellows: list[Any] = self._group.members()
+        pairs: list[tuple[Any, Any]] = list(zip(fellows, other._group.members(), strict=False))
         n_sequences = len(self._padding)
         if len(pairs) < len(fellows):
-            pairs = fellows = [(self, other)]
+            fellows, pairs = [self], [(self, other)]
         elif any(len(mine._padding) != n_sequences for mine in fellows):
             pairs = []  # not the first layer: reserved already
         if pairs:
-            needed = pairs_of_extended(self._group, pairs)
-            reserve_or_take(self._group, needed, [other._group], where)
-        theirs = other._as_stock()
-        owners = (*self._owners, *other._owners)
-        self._change(lambda stock: stock.extend(theirs), where, owners)
-        if all(len(mine._padding) != n_sequences for mine in self._group.members()):
+            try:
+                reserve_or_take(
+                    self._group, pairs_of_extended(self._group, pairs, True), [other._group], where
+                )
+                self._group.sheds_spare = False
+            except BlockPoolExhaustedError:
+                reserve_or_take(
+                    self._group, pairs_of_extended(self._group, pairs, False), [other._group], where
+                )
+                self._group.sheds_spare = True
+        mine, theirs = self._as_stock(), other._as_stock()
+        if self._group.sheds_spare:
+            for batch, stock in ((self, mine), (other, theirs)):
+                stock.keys = batch._head(stock.keys, batch._n_written)
+                stock.values = batch._head(stock.values, batch._n_written)
+        mine.extend(theirs)
+        self._adopt(mine, (*self._owners, *other._owners), where)
+        if all(len(layer._padding) != n_sequences for layer in fellows):
             self._group.ledger.end_step()
+
+    @property
+    def _n_written(self) -> int:
+        """Rows that have been written, the rest being spare."""
+        index = self._lease.index
+        return self._rows if index < min(self._lease.offset, self._rows) else index
+
+    @staticmethod
+    def _head(buffer: Any, rows: int) -> Any:
+        return None if buffer is None else buffer[..., :rows, :]
 
     def _refuse_unlike(self, where: str, other: Any) -> None:
         """Refuses a batch whose sequences cannot be among these."""

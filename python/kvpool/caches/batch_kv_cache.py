@@ -89,7 +89,7 @@ class PoolBackedBatchKVCache(BatchLayerCache, DenseLayerCache):
     def _idx(self) -> int:
         return self._lease.offset
 
-    @property
+    @property  # type: ignore[misc]
     def offset(self) -> mx.array:  # type: ignore[override]
         """Tokens of each sequence, an array; negative before the padding is passed."""
         end = self._lease.offset

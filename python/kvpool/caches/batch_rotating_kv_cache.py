@@ -53,7 +53,8 @@ class PoolBackedBatchRotatingKVCache(BatchLayerCache, PoolBackedRotatingKVCache)
         self._begin(pool, left_padding, owner, step)
 
     def _shape_like(self, *geometry: int) -> None:
-        self._window(*geometry, 0)
+        (max_size,) = geometry
+        self._window(max_size, 0)
 
     @classmethod
     def from_state(cls, state: Any) -> PoolBackedBatchRotatingKVCache:
@@ -246,9 +247,10 @@ class PoolBackedBatchRotatingKVCache(BatchLayerCache, PoolBackedRotatingKVCache)
         )
 
     @property
-    def state(self) -> tuple[Any, Any, mx.array, mx.array, int, int, int, bool]:
-        """What mlx-lm's class has: ``(keys, values, offset, left_padding, max_size, ...)``."""
+    def state(self) -> Any:
+        """``(keys, values, offset, left_padding, max_size, columns, index, rotated)``."""
         keys, values = self._view(self._keys), self._view(self._values)
+        # Columns: tokens that the longest sequence would have.
         place = self.max_size, self._offset, self._idx, self.rotated
         return keys, values, self.offset, self.left_padding, *place
 

@@ -15,7 +15,6 @@ from kvpool.caches.kv_cache import PoolBackedKVCache
 from kvpool.caches.rotating_kv_cache import PoolBackedRotatingKVCache
 from kvpool.memory.block_pool import BlockPoolAllocator
 
-
 # Models (by id) whose make_cache is running: it may call build_pooled_caches in turn.
 _asked: ContextVar[frozenset[int]] = ContextVar("_asked", default=frozenset())
 

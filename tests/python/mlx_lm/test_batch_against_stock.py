@@ -113,7 +113,7 @@ class Pair:
         self.check()
 
     def append_last(self, caches: tuple[Any, Any], n: int, n_tokens: int) -> None:
-        """A chunk; a ring refuses a single token before its padding is settled, as mlx-lm's does."""
+        """A chunk; a ring refuses a single token before its padding is settled, as stock does."""
         if self.kind == "ring" and n_tokens == 1 and self.stock._lengths is not None:
             for cache in caches:
                 with pytest.raises(RuntimeError, match="finalize"):

@@ -226,6 +226,21 @@ def test_an_extension_that_does_not_fit_changes_no_layer():
     check(pool, *batch, *other)
 
 
+def test_an_extension_gives_up_spare_rows_before_it_fails():
+    pool = make_pool(n_blocks=2 * 2 * (4 + 3))
+    batch = merged(request(pool, 1, 8, step=8))
+    feed(batch, 1, 8)  # 16 rows, of which 7 are spare
+    other = merged(request(pool, 2, 9))
+    for cache, new in zip(batch, other, strict=True):
+        cache.extend(new)
+    check(pool, *batch)
+    del other, new
+    assert [cache.keys.shape[2] for cache in batch] == [9, 9]
+    keys, _ = batch[0].keys_and_values()
+    assert keys[:, 0, :, 0].tolist() == 2 * [list(range(9))]
+    assert pool.stats.blocks_in_use() == 2 * 2 * (3 + 3)
+
+
 def test_extending_copying_and_extracting_need_no_more_than_what_stays():
     pool = make_pool(n_blocks=2 * 2 * (3 + 3))
     batch, other = merged(request(pool, 1, 9)), merged(request(pool, 2, 9))
@@ -395,7 +410,7 @@ def test_a_row_that_is_not_there(idx):
 def test_tokens_of_another_number_of_sequences():
     pool = make_pool()
     batch = merged(request(pool, 1, 9), request(pool, 2, 2))[0]
-    with pytest.raises(ValueError, match="keys must be of 2 sequences, got 3|do not fit"):
+    with pytest.raises(ValueError, match=r"keys must be of 2 sequences, got 3|do not fit"):
         batch.update_and_fetch(tokens(3, 1), tokens(3, 1))
     fresh = PoolBackedBatchKVCache(pool, [0, 3])
     with pytest.raises(ValueError, match="keys must be of 2 sequences, got 3"):

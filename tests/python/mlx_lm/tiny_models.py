@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_map
+from kvpool.models.tokenizers import byte_level_bpe, write_tokenizer
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import deepseek_v3, gemma3_text, gpt_oss, llama
 
 VOCABULARY = 97
@@ -114,3 +117,39 @@ def all_models() -> dict[str, Any]:
         "gpt_oss": tiny_gpt_oss,
         "deepseek_v3": tiny_deepseek_v3,
     }
+
+
+def write_llama(folder: Path) -> Path:
+    """A random Llama with one token a byte, in a folder for ``mlx_lm.load``. It never ends."""
+    from tokenizers import pre_tokenizers
+
+    end = "<|end|>"
+    tokens = [end, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    write_tokenizer(
+        folder,
+        byte_level_bpe(tokens, [3] + [1] * (len(tokens) - 1), merges=[]),
+        bos=end,
+        eos=end,
+        pad=end,
+        unknown=end,
+        max_tokens=4096,
+        chat_template="{% for message in messages %}{{ message['content'] }}{% endfor %}",
+    )
+    config = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": len(tokens),
+        "tie_word_embeddings": False,
+        "eos_token_id": 0,
+    }
+    model = _ready(llama.Model(llama.ModelArgs.from_dict(config)), 6)
+    weights = dict(tree_flatten(model.parameters()))
+    weights["lm_head.weight"][0] = 0  # the end never wins
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

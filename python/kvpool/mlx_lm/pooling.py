@@ -1,4 +1,4 @@
-"""Putting a block pool behind mlx-lm: in scripts, in batches and in its server."""
+"""pool_model: every request to a model draws on one pool, wherever mlx-lm makes its cache."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from kvpool.caches import build_pooled_caches
 from kvpool.caches._arguments import checked_int, checked_pool
 from kvpool.memory.block_pool import BlockPoolAllocator
 
-__all__ = ["PooledModel", "pool_model"]
-
 _MISSING = object()
 
 
 class PooledModel:
-    """A model whose requests are charged to a pool, until ``undo`` or the end of its ``with`` block.
+    """A model whose requests are charged to a pool, until ``undo`` or the end of a ``with``.
 
     Made by ``pool_model``.
     """

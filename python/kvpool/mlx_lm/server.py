@@ -1,0 +1,83 @@
+"""mlx-lm's server with every request's cache in one block pool.
+
+    python -m kvpool.mlx_lm.server --model PATH --pool-memory 4GB --port 8080
+
+All other options are those of ``mlx_lm.server``. Requests are served in batches as usual; the
+prompts that the server keeps for reuse (``--prompt-cache-size``) are charged to the pool, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mlx_lm import server
+
+from kvpool.memory.block_pool import BlockPoolAllocator, PoolConfig
+from kvpool.mlx_lm.pooling import PooledModel, pool_model
+
+__all__ = ["PooledModelProvider", "main"]
+
+
+class PooledModelProvider(server.ModelProvider):
+    """A ``mlx_lm.server.ModelProvider`` whose models are charged to a pool.
+
+    Args:
+        cli_args: The options of ``mlx_lm.server``.
+        make_pool: Makes the pool of a model, once it is loaded.
+    """
+
+    def __init__(
+        self, cli_args: argparse.Namespace, make_pool: Callable[[Any], BlockPoolAllocator]
+    ) -> None:
+        super().__init__(cli_args)
+        self._make_pool = make_pool
+        self.pooled: PooledModel | None = None
+
+    def _load(self, *paths: str | None) -> None:
+        self.pooled = None
+        super()._load(*paths)
+        self.pooled = pool_model(self.model, self._make_pool(self.model))
+
+    @property
+    def pool(self) -> BlockPoolAllocator | None:
+        """The pool of the model that is loaded."""
+        return None if self.pooled is None else self.pooled.pool
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the server until it is interrupted.
+
+    Args:
+        arguments: The command line, ``sys.argv[1:]`` where None.
+    """
+    parser = argparse.ArgumentParser(
+        prog="kvpool.mlx_lm.server",
+        description="mlx-lm's server over a block pool; other options go to mlx_lm.server.",
+    )
+    parser.add_argument(
+        "--pool-memory", default="4GB", help="keys and values of all requests together (4GB)"
+    )
+    parser.add_argument("--pool-block-size", type=int, default=16, help="tokens in a block (16)")
+    options, others = parser.parse_known_args(arguments)
+
+    def make_pool(model: Any) -> BlockPoolAllocator:
+        return BlockPoolAllocator(
+            PoolConfig.for_model(
+                model, memory=options.pool_memory, block_size=options.pool_block_size
+            )
+        )
+
+    stock, argv = server.ModelProvider, sys.argv
+    server.ModelProvider = lambda cli_args: PooledModelProvider(cli_args, make_pool)
+    sys.argv = [parser.prog, *others]
+    try:
+        server.main()
+    finally:
+        server.ModelProvider, sys.argv = stock, argv
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""mlx-lm's server over a pool, on the loopback: two requests at one time."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import threading
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from kvpool.memory.block_pool import BlockPoolAllocator, PoolConfig
+from kvpool.mlx_lm import server as pooled_server
+from mlx_lm import server
+from tiny_models import write_llama
+
+PROMPTS = ["What lies in a block?", "Say it again, and this time a little more slowly."]
+N_TOKENS = 24
+
+
+@pytest.fixture
+def options(tmp_path, monkeypatch) -> argparse.Namespace:
+    """The options of ``mlx_lm.server`` for a tiny model."""
+    taken: list[argparse.Namespace] = []
+    monkeypatch.setattr(server, "run", lambda host, port, provider: taken.append(provider.cli_args))
+    monkeypatch.setattr("sys.argv", ["mlx_lm.server", "--model", str(write_llama(tmp_path))])
+    server.main()
+    return taken[0]
+
+
+class Running:
+    """A server in this process, at a free port."""
+
+    def __init__(self, provider: server.ModelProvider) -> None:
+        self.kept = server.LRUPromptCache(provider.cli_args.prompt_cache_size)
+        self.generator = server.ResponseGenerator(provider, self.kept)
+        self.http = ThreadingHTTPServer(
+            ("127.0.0.1", 0),
+            lambda *args: server.APIHandler(self.generator, *args, system_fingerprint="tests"),
+        )
+        self.thread = threading.Thread(target=self.http.serve_forever)
+        self.thread.start()
+
+    def ask(self, prompt: str) -> str:
+        body = {"prompt": prompt, "max_tokens": N_TOKENS, "temperature": 0.0}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.http.server_port}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return json.load(response)["choices"][0]["text"]
+
+    def kept_caches(self) -> list[Any]:
+        """Every layer of what is kept for prompts to come."""
+        entries = [entry for lru in self.kept._lru._lrus.values() for entry in lru]
+        return [
+            cache
+            for model, tokens in entries
+            for cache in self.kept._trie.get(model, tokens).prompt_cache
+        ]
+
+    def stop(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+        self.generator.stop_and_join()
+        self.thread.join(timeout=60)
+
+
+@contextlib.contextmanager
+def serving(provider: server.ModelProvider) -> Iterator[Running]:
+    running = Running(provider)
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+def test_two_requests_at_once(options):
+    with serving(server.ModelProvider(options)) as stock:
+        expected = [stock.ask(prompt) for prompt in PROMPTS]
+    pool = BlockPoolAllocator(PoolConfig(block_size=16, n_blocks=1024))
+    provider = pooled_server.PooledModelProvider(options, lambda model: pool)
+    with serving(provider) as running:
+        with ThreadPoolExecutor(2) as threads:
+            assert list(threads.map(running.ask, PROMPTS)) == expected
+        assert provider.pool is pool and provider.is_batchable
+        # What is in use now is what the server keeps of both for prompts to come.
+        assert len(running.kept) == 2
+        caches = running.kept_caches()
+        kept = sum(cache.n_blocks_held() for cache in caches)
+        assert len({cache.owner for cache in caches}) == 2
+        # mlx-lm still holds the cache of the prompt that it processed last.
+        assert kept <= pool.stats.blocks_in_use() <= 2 * kept
+        del caches
+        assert running.ask(PROMPTS[0]) == expected[0]
+        pool.check_invariants()
+    del running
+    gc.collect()
+    assert pool.stats.blocks_in_use() == 0
+    assert pool.stats.n_exhausted == 0
+    pool.check_invariants()
+
+
+def test_the_command_hands_its_options_on(options, monkeypatch):
+    providers: list[pooled_server.PooledModelProvider] = []
+    monkeypatch.setattr(server, "run", lambda host, port, provider: providers.append(provider))
+    stock = server.ModelProvider
+    arguments = ["--model", options.model, "--pool-memory", "1MB", "--pool-block-size", "8"]
+    pooled_server.main([*arguments, "--prompt-cache-size", "3"])
+    assert server.ModelProvider is stock
+    (provider,) = providers
+    assert provider.cli_args.prompt_cache_size == 3
+    provider.load_default()
+    assert provider.pool.config.block_size == 8
+    assert provider.model.make_cache()[0].pool is provider.pool
