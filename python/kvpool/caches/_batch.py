@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 import mlx.core as mx
 
 from kvpool import _native
-from kvpool.caches._arguments import checked_int
+from kvpool.caches._arguments import checked_buffers, checked_int
 from kvpool.caches._group import CacheGroup
 from kvpool.caches._joint import (
     pairs_of_extended,
@@ -41,9 +41,15 @@ class BatchLayerCache(PooledLayerCache):
     _stock: ClassVar[Any]
     _stock_single: ClassVar[type]
 
-    # Rows before the first token of each sequence, and whose each is.
-    _padding: tuple[int, ...]
+    # Whose each sequence is.
     _owners: tuple[int, ...]
+    # Rows before the first token of each sequence, when `_dropped` rows had left the front.
+    _first_padding: tuple[int, ...]
+    _dropped: int
+    # What each sequence has fewer tokens than the rows appended.
+    _lags: tuple[int, ...]
+    # The last array of offsets, and what it was made of.
+    _offsets: tuple[int, tuple[int, ...], mx.array] | None
 
     def _as_stock(self) -> Any:
         """mlx-lm's cache of the same sequences, over array objects of its own."""
@@ -68,8 +74,9 @@ class BatchLayerCache(PooledLayerCache):
         cache._shape_like(*geometry)
         cache._step = step
         cache._owners = tuple(owners)
-        cache._forget()
+        cache._clear()
         cache._join(group)
+        cache._forget()
         return cache
 
     def _shape_like(self, *geometry: int) -> None:
@@ -78,10 +85,9 @@ class BatchLayerCache(PooledLayerCache):
     def _begin(self, pool: Any, left_padding: Any, owner: Any, step: Any) -> None:
         where = type(self).__name__
         padding = [checked_int(where, "left_padding", p, 0) for p in _as_list(left_padding)]
-        self._owners = (owner,) * len(padding)
-        self._forget()
         self._start(pool, owner, step)
         self._owners = (self.owner,) * len(padding)
+        self._forget()
         self.prepare(left_padding=padding)
 
     @classmethod
@@ -97,11 +103,11 @@ class BatchLayerCache(PooledLayerCache):
 
     def _forget(self) -> None:
         super()._forget()
-        self._padding = (0,) * len(self._owners)
+        self._settle_rows((0,) * len(self._owners), (0,) * len(self._owners), self._owners)
 
     def _attach_to(self, group: CacheGroup) -> None:
         super()._attach_to(group)
-        self._owners = (group.owner,) * len(self._padding)
+        self._owners = (group.owner,) * len(self._owners)
         self._mark()
 
     def _copied_lease(self, group: CacheGroup) -> _native.LayerLease:
@@ -118,10 +124,91 @@ class BatchLayerCache(PooledLayerCache):
         super()._recharge()
         self._mark()
 
+    # --- where the tokens are ---------------------------------------------------------------------
+
+    # Everything follows from the shape that the lease knows, so a step that is taken back leaves
+    # nothing else to take back.
+
+    @property
+    def _n_written(self) -> int:
+        """Rows of the buffers that have been written; the rest is spare."""
+        index = self._lease.index
+        return self._rows if index < min(self._lease.offset, self._rows) else index
+
+    @property
+    def _n_dropped(self) -> int:
+        """Rows that have left the buffers at the front, but for a constant."""
+        return self._lease.offset - self._n_written
+
+    @property
+    def _padding(self) -> tuple[int, ...]:
+        """Rows before the first token of each sequence, the oldest row first; negative where
+        tokens have left."""
+        dropped = self._n_dropped - self._dropped
+        if dropped == 0:
+            return self._first_padding
+        return tuple(padding - dropped for padding in self._first_padding)
+
+    def _settle_rows(
+        self, padding: Iterable[int], counts: Iterable[int], owners: Iterable[int]
+    ) -> None:
+        """Says where the sequences lie in the buffers that are in place now.
+
+        Args:
+            padding: Rows before the first token of each.
+            counts: Tokens of each, those that have left included.
+            owners: Whose request each is.
+        """
+        offset = self._lease.offset
+        self._first_padding, self._dropped = tuple(padding), self._n_dropped
+        self._lags = tuple(offset - count for count in counts)
+        self._owners = tuple(owners)
+        self._offsets = None
+        self._mark()
+
     def _mark(self) -> None:
         """Tells the pool which rows are padding."""
-        if self._lease.batch == len(self._padding):
-            self._lease.set_padding(0, self._padding)
+        lease = self._lease
+        if lease.batch == len(self._first_padding):
+            # The oldest rows of a ring that has turned are at its index.
+            turned = lease.index < min(lease.offset, self._rows)
+            lease.set_padding(lease.index if turned else 0, self._padding)
+
+    @property
+    def offset(self) -> mx.array:  # type: ignore[override]
+        """Tokens of each sequence, an array; negative before the padding is passed."""
+        end = self._lease.offset
+        known = self._offsets
+        if known is None or known[0] != end or known[1] is not self._lags:
+            offsets = mx.array([end - lag for lag in self._lags], dtype=mx.int32)
+            known = self._offsets = (end, self._lags, offsets)
+        return known[2]
+
+    @property
+    def left_padding(self) -> mx.array:
+        """Rows before the first token of each sequence, an array."""
+        return mx.array(self._padding, dtype=mx.int32)
+
+    def _restore(
+        self, keys: Any, values: Any, counts: Any, padding: Any, offset: Any, index: Any
+    ) -> None:
+        """Takes a state; see ``_settle_rows``."""
+        where = self._where("state")
+        if keys is not None or values is not None:
+            checked_buffers(where, keys, values)
+        counts, padding = _as_list(counts), _as_list(padding)
+        n_sequences = len(padding) if keys is None else keys.shape[0]
+        if not len(counts) == len(padding) == n_sequences:
+            raise ValueError(
+                f"[{where}] offset and left_padding must have {n_sequences} items, "
+                f"got {len(counts)} and {len(padding)}"
+            )
+        offset = checked_int(where, "offset", offset, 0)
+        index = checked_int(where, "index", index, 0, 0 if keys is None else keys.shape[2])
+        self._settle()
+        self._hold(self._view(keys), self._view(values), n_sequences, offset, index, where)
+        owners = self._owners if len(self._owners) == n_sequences else [self.owner] * n_sequences
+        self._settle_rows(padding, counts, owners)
 
     def _change(
         self, change: Callable[[Any], None], where: str, owners: Sequence[int] | None = None
@@ -138,11 +225,6 @@ class BatchLayerCache(PooledLayerCache):
     def row_owners(self) -> tuple[int, ...]:
         """Whose request each sequence is. The blocks belong to ``owner`` until it is extracted."""
         return self._owners
-
-    @property
-    def left_padding(self) -> mx.array:
-        """Rows before the first token of each sequence."""
-        return mx.array(self._padding, dtype=mx.int32)
 
     @classmethod
     def _merged(cls: type[Self], caches: Sequence[Any], *geometry: int) -> Self:
@@ -210,6 +292,7 @@ class BatchLayerCache(PooledLayerCache):
         indices = [self._checked_row(where, idx) for idx in _as_list(batch_indices)]
         owners = [self._owners[idx] for idx in indices]
         if not indices:
+            self._settle()
             self._hold(None, None, 0, 0, 0, where)
             self._owners = ()
             self._forget()
@@ -233,10 +316,10 @@ class BatchLayerCache(PooledLayerCache):
         other._settle()
         fellows: list[Any] = self._group.members()
         pairs: list[tuple[Any, Any]] = list(zip(fellows, other._group.members(), strict=False))
-        n_sequences = len(self._padding)
+        n_sequences = len(self._owners)
         if len(pairs) < len(fellows):
             fellows, pairs = [self], [(self, other)]
-        elif any(len(mine._padding) != n_sequences for mine in fellows):
+        elif any(len(mine._owners) != n_sequences for mine in fellows):
             pairs = []  # not the first layer: reserved already
         if pairs:
             try:
@@ -256,14 +339,8 @@ class BatchLayerCache(PooledLayerCache):
                 stock.values = batch._head(stock.values, batch._n_written)
         mine.extend(theirs)
         self._adopt(mine, (*self._owners, *other._owners), where)
-        if all(len(layer._padding) != n_sequences for layer in fellows):
+        if all(len(layer._owners) != n_sequences for layer in fellows):
             self._group.ledger.end_step()
-
-    @property
-    def _n_written(self) -> int:
-        """Rows that have been written, the rest being spare."""
-        index = self._lease.index
-        return self._rows if index < min(self._lease.offset, self._rows) else index
 
     @staticmethod
     def _head(buffer: Any, rows: int) -> Any:
@@ -298,9 +375,9 @@ class BatchLayerCache(PooledLayerCache):
         }
         where = self._where("prepare")
         for name, value in options.items():
-            if value is not None and len(value) != len(self._padding):
+            if value is not None and len(value) != len(self._owners):
                 raise ValueError(
-                    f"[{where}] {name} must have {len(self._padding)} items, got {value!r}"
+                    f"[{where}] {name} must have {len(self._owners)} items, got {value!r}"
                 )
         self._change(lambda stock: stock.prepare(**options), where)
 
@@ -309,23 +386,24 @@ class BatchLayerCache(PooledLayerCache):
         self._change(lambda stock: stock.finalize(), self._where("finalize"))
 
     def _checked_row(self, where: str, idx: Any) -> int:
-        n_sequences = len(self._padding)
+        n_sequences = len(self._owners)
         row = checked_int(where, "idx", idx, -(2**63))
         if not -n_sequences <= row < n_sequences:
             raise IndexError(f"[{where}] there are {n_sequences} sequences, got {row}")
         return row % n_sequences
 
     def _check_batch(self, keys: Any) -> None:
-        if keys.shape[0] != len(self._padding):
+        if keys.shape[0] != len(self._owners):
+            self._fitting = None
             raise ValueError(
-                f"[{self._where('update_and_fetch')}] keys must be of {len(self._padding)} "
+                f"[{self._where('update_and_fetch')}] keys must be of {len(self._owners)} "
                 f"sequences, got {keys.shape[0]}"
             )
 
     def check_invariants(self) -> None:
         """Raises RuntimeError where the books of this cache's group do not add up. For tests."""
         super().check_invariants()
-        n_sequences = len(self._padding)
+        n_sequences = len(self._owners)
         if len(self._owners) != n_sequences or (
             self._keys is not None and self._keys.shape[0] != n_sequences
         ):

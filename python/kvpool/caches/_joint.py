@@ -69,7 +69,7 @@ def pairs_of_extended(group: CacheGroup, pairs: Iterable[tuple[Any, Any]], spare
     """
     total = 0
     for mine, theirs in pairs:
-        n_sequences = len(mine._padding) + len(theirs._padding)
+        n_sequences = len(mine._owners) + len(theirs._owners)
         rows = [batch._rows if spare else batch._n_written for batch in (mine, theirs)]
         after = group.ledger.pairs_for(n_sequences, max(rows))
         total += max(after - mine._lease.n_blocks // 2, 0)

@@ -9,7 +9,6 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import BatchRotatingKVCache, RotatingKVCache, dynamic_roll
 
-from kvpool.caches._arguments import checked_buffers, checked_int
 from kvpool.caches._batch import BatchLayerCache
 from kvpool.caches._group import CacheGroup
 from kvpool.caches.rotating_kv_cache import PoolBackedRotatingKVCache
@@ -33,13 +32,9 @@ class PoolBackedBatchRotatingKVCache(BatchLayerCache, PoolBackedRotatingKVCache)
     _stock = BatchRotatingKVCache
     _stock_single = RotatingKVCache
 
-    # Tokens of each sequence, those that the ring has overwritten included.
-    _counts: tuple[int, ...]
     # Tokens that each sequence will have where its padding on the right begins, from prepare to
     # finalize.
     _lengths: tuple[int, ...] | None
-    # The last array of counts, and what it was made of.
-    _offsets: tuple[tuple[int, ...], mx.array] | None
 
     def __init__(
         self,
@@ -63,42 +58,26 @@ class PoolBackedBatchRotatingKVCache(BatchLayerCache, PoolBackedRotatingKVCache)
 
     def _forget(self) -> None:
         super()._forget()
-        self._counts = (0,) * len(self._owners)
-        self._lengths = self._offsets = None
+        self._lengths = None
 
     def _single(self, group: CacheGroup) -> PoolBackedRotatingKVCache:
         return PoolBackedRotatingKVCache._member(group, self._step, self.max_size, 0)
 
-    # --- to and from mlx-lm's own -----------------------------------------------------------------
-
     def _as_stock(self) -> BatchRotatingKVCache:
         stock = BatchRotatingKVCache(self.max_size, [])
         stock.keys, stock.values = self._view(self._keys), self._view(self._values)
-        stock.left_padding, stock.offset = self.left_padding, mx.array(self._counts, mx.int32)
+        stock.left_padding, stock.offset = self.left_padding, self.offset
         stock._offset, stock._idx, stock.rotated = self._offset, self._idx, self.rotated
-        stock._lengths = None if self._lengths is None else mx.array(self._lengths, mx.int32)
+        if self._lengths is not None:
+            stock._lengths = mx.array(self._lengths, mx.int32)
         return stock
 
     def _adopt(self, stock: Any, owners: Sequence[int], where: str) -> None:
-        padding, counts = tuple(stock.left_padding.tolist()), tuple(stock.offset.tolist())
+        padding, counts = stock.left_padding.tolist(), stock.offset.tolist()
         lengths = None if stock._lengths is None else tuple(stock._lengths.tolist())
         self._hold(stock.keys, stock.values, len(padding), stock._offset, stock._idx, where)
-        self._owners = tuple(owners)
-        self._place(padding, counts, lengths)
-
-    def _place(
-        self,
-        padding: tuple[int, ...],
-        counts: tuple[int, ...],
-        lengths: tuple[int, ...] | None = None,
-    ) -> None:
-        self._padding, self._counts, self._lengths = padding, counts, lengths
-        self._mark()
-
-    def _mark(self) -> None:
-        if self._lease.batch == len(self._padding):
-            # The oldest rows of a ring that has turned are at its index.
-            self._lease.set_padding(self._idx if self.rotated else 0, self._padding)
+        self._settle_rows(padding, counts, owners)
+        self._lengths = lengths
 
     def _refuse_unlike(self, where: str, other: Any) -> None:
         super()._refuse_unlike(where, other)
@@ -120,91 +99,67 @@ class PoolBackedBatchRotatingKVCache(BatchLayerCache, PoolBackedRotatingKVCache)
         """
         if (keys.shape, values.shape) != self._fitting:
             self._check_fit(keys, values)
-        n_tokens = keys.shape[2]
-        if n_tokens == 1:
-            if self._lengths is not None:
-                where = self._where("update_and_fetch")
-                raise RuntimeError(f"[{where}] call finalize before single tokens")
-            fetched = super().update_and_fetch(keys, values)
-            turn = 1 if self._offset > self.max_size else 0
-            self._place(
-                tuple(padding - turn for padding in self._padding),
-                tuple(count + 1 for count in self._counts),
-            )
-            return fetched
-        if n_tokens == 0:
-            return super().update_and_fetch(keys, values)
-        return self._append_chunk(keys, values)
+        batch, _, n_tokens, _ = keys.shape
+        if n_tokens > 1:
+            return self._append_chunk(keys, values)
+        if n_tokens == 1 and self._lengths is not None:
+            where = self._where("update_and_fetch")
+            raise RuntimeError(f"[{where}] call finalize before single tokens")
+        marked = self._lease.batch == batch and max(self._padding, default=0) <= 0
+        fetched = super().update_and_fetch(keys, values)
+        if not marked:
+            self._mark()
+        return fetched
 
     def _append_chunk(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         lease = self._lease
         if lease.is_torn:
             self._group.roll_back()
-        # Padding on the right of sequences that have ended goes to the left: it must not push
-        # tokens out of the window.
-        shifts = (0,) * len(self._counts)
-        if self._lengths is not None and self._keys is not None:
-            ends = zip(self._counts, self._lengths, strict=True)
-            shifts = tuple(max(0, count - length) for count, length in ends)
+        padding, moves = self._padding, self._moves()
         kept = []
         if self._keys is not None:
             kept = [self._temporal_order(buffer) for buffer in (self._keys, self._values)]
-            if any(shifts):
-                shift = mx.array(shifts)[:, None]
-                kept = [dynamic_roll(buffer, shift, axis=2) for buffer in kept]
-        self._pending = True
+            if any(moves):
+                kept = [dynamic_roll(b, mx.array(moves)[:, None], axis=2) for b in kept]
         n_tokens = keys.shape[2]
-        lease.append(keys.shape[0], n_tokens)
+        lease.append(keys.shape[0], n_tokens, self._rows)
+        rows, offset = lease.rows, lease.offset
         dropped = 0
         if kept:
-            dropped = kept[0].shape[2] - (lease.rows - n_tokens)
-            kept = [buffer[..., dropped:, :] for buffer in kept]
+            dropped = kept[0].shape[2] - (rows - n_tokens)
             self._keys, self._values = (
-                mx.concatenate([old, new], axis=2)
+                mx.concatenate([old[:, :, dropped:], new], axis=2)
                 for old, new in zip(kept, (keys, values), strict=True)
             )
         else:
             self._keys, self._values = self._view(keys), self._view(values)
-        self._rows = lease.rows
-        self._pending = False
+        self._rows = rows
+        if any(moves):
+            self._settle_rows(
+                [p + move - dropped for p, move in zip(padding, moves, strict=True)],
+                [offset - lag - move for lag, move in zip(self._lags, moves, strict=True)],
+                self._owners,
+            )
+        else:
+            self._mark()
+        lease.commit()
         if not kept:
             self._tag(lease)
-        self._place(
-            tuple(p + s - dropped for p, s in zip(self._padding, shifts, strict=True)),
-            tuple(c - s + n_tokens for c, s in zip(self._counts, shifts, strict=True)),
-            self._lengths,
-        )
         return self.keys_and_values()
+
+    def _moves(self) -> list[int]:
+        """Rows of padding on the right of each sequence that has ended.
+
+        They go to the left before the next chunk: they must not push tokens out of the window.
+        """
+        if self._lengths is None or self._keys is None:
+            return [0] * len(self._lags)
+        ends = zip(self._lags, self._lengths, strict=True)
+        return [max(0, self._offset - lag - length) for lag, length in ends]
 
     def _check_fit(self, keys: Any, values: Any) -> None:
         super()._check_fit(keys, values)
-        self._fitting = None
         self._check_batch(keys)
-        self._fitting = keys.shape, values.shape
-
-    def _narrow(self) -> None:
-        dropped = self._rows - self.max_size
-        super()._narrow()
-        self._padding = tuple(padding - dropped for padding in self._padding)
-
-    def _undo(self) -> None:
-        written, offset = not self._pending, self._offset
-        super()._undo()
-        undone = offset - self._offset
-        if written and undone > 0:
-            # The row that the next token goes over holds nothing.
-            gap = 1 if self.rotated else 0
-            self._place(
-                tuple(padding + gap for padding in self._padding),
-                tuple(count - undone for count in self._counts),
-                self._lengths,
-            )
-
-    def trim(self, n: int) -> int:
-        """Drops the newest ``n`` tokens of every sequence; see ``PoolBackedKVCache.trim``."""
-        dropped = super().trim(n)
-        self._counts = tuple(count - dropped for count in self._counts)
-        return dropped
 
     # --- what mlx-lm asks -------------------------------------------------------------------------
 
@@ -216,14 +171,6 @@ class PoolBackedBatchRotatingKVCache(BatchLayerCache, PoolBackedRotatingKVCache)
     def rotated(self) -> bool:
         """Whether the oldest rows lie in the middle of the buffers."""
         return self._idx < min(self._rows, self._offset)
-
-    @property
-    def offset(self) -> mx.array:  # type: ignore[override]
-        """Tokens of each sequence, an array; negative before the padding is passed."""
-        known = self._offsets
-        if known is None or known[0] is not self._counts:
-            known = self._offsets = (self._counts, mx.array(self._counts, dtype=mx.int32))
-        return known[1]
 
     def make_mask(
         self, N: int, window_size: int | None = None, return_array: bool = False
@@ -248,26 +195,17 @@ class PoolBackedBatchRotatingKVCache(BatchLayerCache, PoolBackedRotatingKVCache)
 
     @property
     def state(self) -> Any:
-        """``(keys, values, offset, left_padding, max_size, columns, index, rotated)``."""
+        """``(keys, values, offset, left_padding, max_size, rows appended, index, rotated)``."""
         keys, values = self._view(self._keys), self._view(self._values)
-        # Columns: tokens that the longest sequence would have.
         place = self.max_size, self._offset, self._idx, self.rotated
         return keys, values, self.offset, self.left_padding, *place
 
     @state.setter
     def state(self, state: Any) -> None:
-        where = self._where("state")
-        keys, values, counts, left_padding, max_size, offset, index, _ = state
+        keys, values, counts, padding, max_size, offset, index, _ = state
         if max_size != self.max_size:
-            raise ValueError(f"[{where}] max_size must be {self.max_size}, got {max_size}")
-        if keys is not None or values is not None:
-            checked_buffers(where, keys, values)
-        padding, counts = tuple(left_padding.tolist()), tuple(counts.tolist())
-        rows = 0 if keys is None else keys.shape[2]
-        offset = checked_int(where, "offset", offset, 0)
-        index = checked_int(where, "index", index, 0, rows)
-        self._settle()
-        self._hold(self._view(keys), self._view(values), len(padding), offset, index, where)
-        if len(padding) != len(self._owners):
-            self._owners = (self.owner,) * len(padding)
-        self._place(padding, counts)
+            raise ValueError(
+                f"[{self._where('state')}] max_size must be {self.max_size}, got {max_size}"
+            )
+        self._restore(keys, values, counts, padding, offset, index)
+        self._lengths = None
