@@ -1,6 +1,5 @@
 #include "kvpool/base/adaptive_lock.h"
 
-#include <algorithm>
 #include <chrono>
 #include <thread>
 
@@ -8,40 +7,48 @@ namespace kvpool {
 
 namespace {
 
-// Rounds of waiting before the next, dearer kind.
+// Rounds of waiting of each kind. A waiter is starving once it has been through them; a newcomer
+// defers to a starving waiter for as many.
 constexpr int kPauseRounds = 8;
 constexpr int kYieldRounds = 64;
-constexpr std::chrono::microseconds kFirstSleep{50};
-constexpr std::chrono::microseconds kLongestSleep{1000};
+constexpr int kPatience = kPauseRounds + kYieldRounds;
+// A starving waiter goes on yielding, but sleeps in one round of so many: a holder of a lower
+// real-time priority would never run while others only yield.
+constexpr int kRoundsPerSleep = 16;
+constexpr std::chrono::microseconds kSleep{50};
 
 void pause_processor() noexcept {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
   asm volatile("isb" ::: "memory");
-#else
-  std::atomic_signal_fence(std::memory_order_seq_cst);
 #endif
 }
 
 void wait(int round) noexcept {
   if (round < kPauseRounds) {
     for (int i = 0; i < (1 << round); ++i) pause_processor();
-  } else if (round < kPauseRounds + kYieldRounds) {
+  } else if (round < kPatience || round % kRoundsPerSleep != 0) {
     std::this_thread::yield();
   } else {
-    const int doublings = std::min(round - kPauseRounds - kYieldRounds, 5);
-    std::this_thread::sleep_for(std::min(kFirstSleep * (1 << doublings), kLongestSleep));
+    std::this_thread::sleep_for(kSleep);
   }
 }
 
 }  // namespace
 
 void AdaptiveLock::lock_slowly() noexcept {
-  for (int round = 0;; round += round < 1 << 20) {
+  bool starving = false;
+  for (int round = 0;; round = (round + 1) % (1 << 20)) {
     wait(round);
-    if (!held_.load(std::memory_order_relaxed) && try_lock()) return;
+    if (round == kPatience && !starving) {
+      starving = true;
+      starving_.fetch_add(1, std::memory_order_relaxed);
+    }
+    if (!starving && starving_.load(std::memory_order_relaxed) != 0) continue;
+    if (!held_.load(std::memory_order_relaxed) && try_lock()) break;
   }
+  if (starving) starving_.fetch_sub(1, std::memory_order_relaxed);
 }
 
 }  // namespace kvpool

@@ -31,14 +31,19 @@ void before_fork() {
   for (const Entry& entry : registry().entries) entry.lock->lock();
 }
 
-void after_fork() {
+void after_fork_in_parent() {
   for (const Entry& entry : registry().entries) entry.lock->unlock();
   registry().lock.unlock();
 }
 
+void after_fork_in_child() {
+  for (const Entry& entry : registry().entries) entry.lock->unlock_in_child();
+  registry().lock.unlock_in_child();
+}
+
 Registry& registry() {
   static Registry& instance = []() -> Registry& {
-    if (const int error = pthread_atfork(before_fork, after_fork, after_fork)) {
+    if (const int error = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child)) {
       throw std::system_error(error, std::generic_category(), "[ForkGuard] pthread_atfork");
     }
     return *new Registry;

@@ -7,8 +7,8 @@ namespace {
 
 void check_size(const char* call, const char* argument, std::size_t size, std::int64_t needed) {
   if (size != static_cast<std::size_t>(needed)) {
-    throw InvalidArgument("[" + std::string(call) + "] " + argument + " must hold " +
-                          std::to_string(needed) + " handles, got " + std::to_string(size));
+    throw InvalidArgument(in_call(call) + argument + " must hold " + std::to_string(needed) +
+                          " handles, got " + std::to_string(size));
   }
 }
 
@@ -21,8 +21,7 @@ BlockPoolAllocator::State::Runs BlockPoolAllocator::State::check_runs(const char
                                                                       std::int64_t n_tokens,
                                                                       std::int64_t copies) const {
   const auto refuse = [&](const char* what, std::int64_t got) {
-    throw InvalidArgument("[" + std::string(call) + "] " + what + " must be > 0, got " +
-                          std::to_string(got));
+    throw InvalidArgument(in_call(call) + what + " must be > 0, got " + std::to_string(got));
   };
   if (n_tokens <= 0) refuse("n_tokens", n_tokens);
   if (copies <= 0) refuse("copies", copies);

@@ -14,7 +14,7 @@ void BlockPoolAllocator::mark_used(const BlockHandle& block, std::int64_t n_used
 void BlockPoolAllocator::mark_used(std::span<const BlockHandle> blocks, std::int64_t n_used) {
   State& state = *state_;
   if (n_used < 0 || n_used > state.block_size) {
-    throw InvalidArgument("[" + std::string(kMarkUsed) + "] n_used must be between 0 and " +
+    throw InvalidArgument(in_call(kMarkUsed) + "n_used must be between 0 and " +
                           std::to_string(state.block_size) + ", got " + std::to_string(n_used));
   }
   const auto fill = static_cast<std::uint32_t>(n_used);

@@ -12,7 +12,7 @@ void BlockPoolAllocator::register_owner(OwnerId owner) {
   if (known != kNoOwner) {
     const OwnerRecord& record = state.owners[known];
     if (record.registered || record.count() != 0) {
-      throw OwnerAlreadyActive("[" + std::string(kCall) + "] owner " + std::to_string(owner) +
+      throw OwnerAlreadyActive(in_call(kCall) + "owner " + std::to_string(owner) +
                                " is still active with " + std::to_string(record.count()) +
                                " blocks");
     }
@@ -54,8 +54,7 @@ std::optional<Shortage> BlockPoolAllocator::try_reserve(OwnerId owner, std::int6
   constexpr const char* kCall = "BlockPoolAllocator::reserve";
   const auto check = [&](const char* argument, std::int64_t n) {
     if (n < 0) {
-      throw InvalidArgument("[" + std::string(kCall) + "] " + argument + " must be >= 0, got " +
-                            std::to_string(n));
+      throw InvalidArgument(in_call(kCall) + argument + " must be >= 0, got " + std::to_string(n));
     }
   };
   check("n_key_blocks", n_key_blocks);

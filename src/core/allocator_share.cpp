@@ -5,28 +5,32 @@ namespace kvpool::core {
 
 std::vector<BlockHandle> BlockPoolAllocator::fork(OwnerId owner, OwnerId new_owner) {
   constexpr const char* kCall = "BlockPoolAllocator::fork";
-  std::vector<BlockHandle> handles = blocks_for(owner);
   State& state = *state_;
-  std::lock_guard guard(state.lock);
-  state.check_owner(kCall, "new_owner", new_owner);
-  if (const std::int64_t held = state.owners[state.owners.find(new_owner)].count()) {
-    throw InvalidArgument("[" + std::string(kCall) + "] new_owner must hold no blocks, but " +
-                          std::to_string(new_owner) + " holds " + std::to_string(held));
+  std::vector<BlockHandle> handles;
+  std::int64_t n = 0;
+  for (;;) {  // memory for the handles is asked for outside the lock
+    handles.resize(static_cast<std::size_t>(n));
+    std::lock_guard guard(state.lock);
+    state.check_owner(kCall, "new_owner", new_owner);
+    if (const std::int64_t held = state.owners[state.owners.find(new_owner)].count()) {
+      throw InvalidArgument(in_call(kCall) + "new_owner must hold no blocks, but " +
+                            std::to_string(new_owner) + " holds " + std::to_string(held));
+    }
+    const std::uint32_t from = state.owners.find(owner);
+    n = state.owners[from].count();
+    if (handles.size() != static_cast<std::size_t>(n)) continue;
+    if (n == 0) return handles;
+    if (state.extras.live() + n > kMaxReferences) {
+      throw Error(in_call(kCall) + "no room for " + std::to_string(n) +
+                  " more shared references, " + std::to_string(state.extras.live()) + " are live");
+    }
+    state.extras.make_room(n);
+    state.owners.make_room();
+    const std::uint32_t to = state.activate(new_owner);
+    state.owners[from].shares = state.owners[to].shares = true;
+    state.share_each(from, to, handles);
+    return handles;
   }
-  const std::uint32_t from = state.owners.find(owner);
-  const std::int64_t n = state.owners[from].count();
-  handles.resize(static_cast<std::size_t>(n));  // may have changed since it was sized
-  if (n == 0) return handles;
-  if (state.extras.live() + n > kMaxReferences) {
-    throw Error("[" + std::string(kCall) + "] no room for " + std::to_string(n) +
-                " more shared references, " + std::to_string(state.extras.live()) + " are live");
-  }
-  state.extras.make_room(n);
-  state.owners.make_room();
-  const std::uint32_t to = state.activate(new_owner);
-  state.owners[from].shares = state.owners[to].shares = true;
-  state.share_each(from, to, handles);
-  return handles;
 }
 
 void BlockPoolAllocator::State::share_each(std::uint32_t from, std::uint32_t to,

@@ -113,7 +113,7 @@ std::vector<AllocationStats> BlockPoolAllocator::history() const {
 std::int64_t BlockPoolAllocator::shrink(Stream stream, std::int64_t target_free) {
   constexpr const char* kCall = "BlockPoolAllocator::shrink";
   if (target_free < 0) {
-    throw InvalidArgument("[" + std::string(kCall) + "] target_free must be >= 0, got " +
+    throw InvalidArgument(in_call(kCall) + "target_free must be >= 0, got " +
                           std::to_string(target_free));
   }
   State& state = *state_;

@@ -11,7 +11,7 @@ FormatTag FormatNames::intern(std::string_view name) {
     throw Error("[BlockPoolAllocator::intern_format] no tag is left for format '" +
                 std::string(name) + "': the pool has " + std::to_string(kMaxNames) + " already");
   }
-  names_.reserve(names_.size() + 1);
+  if (names_.size() == names_.capacity()) names_.reserve(2 * names_.size() + 1);
   const auto tag = static_cast<FormatTag>(names_.size());
   names_.push_back(&tags_.emplace(name, tag).first->first);
   return tag;

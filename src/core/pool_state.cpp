@@ -31,8 +31,7 @@ BlockPoolAllocator::State::State(PoolConfig pool_config)
 int BlockPoolAllocator::State::list_of(const char* call, Stream stream) const {
   if (!config.separate_kv || stream == Stream::kKey) return 0;
   if (stream == Stream::kValue) return 1;
-  throw InvalidArgument("[" + std::string(call) +
-                        "] stream must be k or v in a pool with separate_kv, got " +
+  throw InvalidArgument(in_call(call) + "stream must be k or v in a pool with separate_kv, got " +
                         (stream == Stream::kShared ? std::string(name(stream))
                                                    : std::to_string(static_cast<int>(stream))));
 }
@@ -40,14 +39,14 @@ int BlockPoolAllocator::State::list_of(const char* call, Stream stream) const {
 void BlockPoolAllocator::State::check_owner(const char* call, const char* argument,
                                             OwnerId owner) const {
   if (owner >= next_minted_owner && owner < kEndOfMintedOwners) {
-    throw InvalidArgument("[" + std::string(call) + "] " + argument + " " + std::to_string(owner) +
+    throw InvalidArgument(in_call(call) + argument + " " + std::to_string(owner) +
                           " is kept for new_owner(), which has not returned it");
   }
 }
 
 void BlockPoolAllocator::State::check_format(const char* call, FormatTag format) const {
   if (!formats.contains(format)) {
-    throw InvalidArgument("[" + std::string(call) + "] format must be a tag of this pool, got " +
+    throw InvalidArgument(in_call(call) + "format must be a tag of this pool, got " +
                           std::to_string(static_cast<std::uint16_t>(format)));
   }
 }
@@ -65,8 +64,8 @@ BlockHandle BlockPoolAllocator::State::handle_of(Reference reference) const noex
 
 void BlockPoolAllocator::State::refuse(const char* call, const BlockHandle& handle,
                                        std::int64_t index, const char* why) const {
-  throw InvalidArgument("[" + std::string(call) + "] " + place(index) + " " + describe(handle) +
-                        " " + why + " " + std::to_string(pool_id));
+  throw InvalidArgument(in_call(call) + place(index) + " " + describe(handle) + " " + why + " " +
+                        std::to_string(pool_id));
 }
 
 void BlockPoolAllocator::State::refuse_stale(const char* call, const BlockHandle& handle,

@@ -22,6 +22,9 @@
 
 namespace kvpool::core {
 
+/// How a message of `call` starts.
+inline std::string in_call(const char* call) { return std::string("[") + call + "] "; }
+
 /// The books behind a BlockPoolAllocator. Everything below `lock` is guarded by it; methods expect
 /// it held. A method either validates, makes room (and may throw) or changes the books (noexcept),
 /// and callers go in that order: that is how a failed call has changed nothing.
