@@ -1,17 +1,25 @@
 // The books read back from scratch and compared with the counters.
+#include <sstream>
+
 #include "pool_state.h"
 
 namespace kvpool::core {
 
 namespace {
 
-void require(bool holds, const std::string& what) {
-  if (!holds) throw Error("[BlockPoolAllocator::check_invariants] " + what);
+/// The message is put together only when it is needed.
+template <typename... Parts>
+void require(bool holds, const Parts&... parts) {
+  if (holds) return;
+  std::ostringstream message;
+  message << "[BlockPoolAllocator::check_invariants] ";
+  (message << ... << parts);
+  throw Error(message.str());
 }
 
-void require_equal(std::int64_t counted, std::int64_t recorded, const std::string& what) {
-  require(counted == recorded,
-          what + ": counted " + std::to_string(counted) + ", recorded " + std::to_string(recorded));
+template <typename... Parts>
+void require_equal(std::int64_t counted, std::int64_t recorded, const Parts&... what) {
+  require(counted == recorded, what..., ": counted ", counted, ", recorded ", recorded);
 }
 
 }  // namespace
@@ -24,7 +32,7 @@ class BlockPoolAllocator::State::Audit {
   void run() {
     walk_owners();
     walk_blocks();
-    walk_free_lists();
+    for (int list = 0; list < BlockTable::kListCount; ++list) walk_free_list(list);
     walk_retired();
     compare_stats();
   }
@@ -34,55 +42,63 @@ class BlockPoolAllocator::State::Audit {
     std::uint32_t references = 0;
     bool free = false;
   };
+  struct Fill {
+    std::int64_t fragmented = 0;
+    std::int64_t unused = 0;
+  };
+
+  void add_fill(Fill& fill, const BlockRecord& record) const {
+    fill.fragmented += state_.is_fragmented(record.n_used);
+    fill.unused += state_.block_size - record.n_used;
+  }
 
   void walk_owners() {
-    std::size_t active = 0;
-    std::int64_t n_extras = 0;
+    std::int64_t active = 0;
     for (std::uint32_t slot = 1; slot < state_.owners.size(); ++slot) {
       if (!state_.owners.is_active(slot)) continue;
       ++active;
       const OwnerRecord& owner = state_.owners[slot];
-      const std::string who = "owner " + std::to_string(owner.id);
-      require(owner.needed(), who + " is active without blocks, registration or reservation");
-      require_equal(state_.owners.find(owner.id), slot, who + " slot");
-      std::int64_t fragmented = 0;
-      std::int64_t unused = 0;
-      for (int list = 0; list < BlockTable::kListCount; ++list) {
-        const OwnerList& held = owner.lists[list];
-        reserved_[list] += held.reserved;
-        std::int64_t count = 0;
-        std::uint64_t order = 0;
-        Reference prev = kNoReference;
-        for (Reference i = held.head; i != kNoReference; i = state_.links(i).next) {
-          const std::uint32_t index = state_.record_of(i);
-          require(index < state_.blocks.size(), who + " refers to a record that does not exist");
-          const BlockRecord& record = state_.blocks[index];
-          const std::string what = who + " block " + std::to_string(record.id);
-          require(state_.links(i).owner == slot, what + " belongs to another owner");
-          require(state_.links(i).prev == prev, what + " is linked one way only");
-          require(is_extra(i) || state_.is_live(record), what + " is held by a dead reference");
-          require(state_.order_of(i) > order, what + " is out of order");
-          require(record.stream == state_.stream_of(list), what + " is in a list of its own");
-          require(!is_extra(i) || owner.shares, what + " is shared by an owner that shares none");
-          order = state_.order_of(i);
-          prev = i;
-          n_extras += is_extra(i);
-          ++seen_[index].references;
-          fragmented += state_.is_fragmented(record.n_used);
-          unused += state_.block_size - record.n_used;
-          require(++count <= held.count, who + " has more blocks than it counts");
-        }
-        require_equal(count, held.count, who + " blocks");
-        require(prev == held.tail, who + " does not end where it says");
-      }
-      if (!owner.shares) {
-        require_equal(fragmented, owner.fragmented, who + " fragmented");
-        require_equal(unused, owner.unused_slots, who + " unused slots");
-      }
+      require(owner.needed(), "owner ", owner.id, " is active though nothing keeps it");
+      require_equal(state_.owners.find(owner.id), slot, "owner ", owner.id, " slot");
+      Fill fill;
+      for (int list = 0; list < BlockTable::kListCount; ++list) walk_owner_list(slot, list, fill);
+      if (owner.shares) continue;
+      require_equal(fill.fragmented, owner.fragmented, "owner ", owner.id, " fragmented");
+      require_equal(fill.unused, owner.unused_slots, "owner ", owner.id, " unused slots");
     }
-    require_equal(static_cast<std::int64_t>(active),
-                  static_cast<std::int64_t>(state_.owners.active()), "active owners");
-    require_equal(n_extras, state_.extras.live(), "extra references");
+    require_equal(active, static_cast<std::int64_t>(state_.owners.active()), "active owners");
+    require_equal(extra_, state_.extras.live(), "extra references");
+  }
+
+  void walk_owner_list(std::uint32_t slot, int list, Fill& fill) {
+    const OwnerRecord& owner = state_.owners[slot];
+    const OwnerList& held = owner.lists[list];
+    reserved_[list] += held.reserved;
+    std::int64_t count = 0;
+    std::uint64_t order = 0;
+    Reference prev = kNoReference;
+    for (Reference i = held.head; i != kNoReference; i = state_.links(i).next) {
+      const std::uint32_t index = state_.record_of(i);
+      require(index < state_.blocks.size(), "owner ", owner.id, " refers to no record: ", index);
+      const BlockRecord& record = state_.blocks[index];
+      const auto check = [&](bool holds, const char* what) {
+        require(holds, "owner ", owner.id, " block ", record.id, what);
+      };
+      check(state_.links(i).owner == slot, " belongs to another owner");
+      check(state_.links(i).prev == prev, " is linked one way only");
+      check(is_extra(i) || state_.is_live(record), " is held by a dead reference");
+      check(state_.order_of(i) > order, " is out of order");
+      check(record.stream == state_.stream_of(list), " is in another stream's list");
+      check(!is_extra(i) || owner.shares, " is shared by an owner that shares none");
+      check(++count <= held.count, " comes after the last one counted");
+      order = state_.order_of(i);
+      prev = i;
+      extra_ += is_extra(i);
+      ++seen_[index].references;
+      add_fill(fill, record);
+    }
+    require_equal(count, held.count, "owner ", owner.id, " blocks");
+    require(prev == held.tail, "owner ", owner.id, " does not end where it says");
   }
 
   void walk_blocks() {
@@ -90,39 +106,40 @@ class BlockPoolAllocator::State::Audit {
       const std::uint32_t references = seen_[index].references;
       if (references == 0) continue;
       const BlockRecord& record = state_.blocks[index];
-      const std::string what = "block " + std::to_string(record.id);
-      require(!record.retired && record.ever_allocated, what + " is in use but was never taken");
-      require_equal(references, record.references, what + " references");
-      require(record.n_used <= state_.block_size, what + " is over-full");
-      require(record.serial <= state_.last_serial, what + " has a serial of the future");
-      require(state_.formats.contains(FormatTag{record.format}), what + " has no format");
+      const auto check = [&](bool holds, const char* what) {
+        require(holds, "block ", record.id, what);
+      };
+      require_equal(references, record.references, "block ", record.id, " references");
+      check(!record.retired && record.ever_allocated, " is in use but was never taken");
+      check(record.n_used <= state_.block_size, " is over-full");
+      check(record.serial <= state_.last_serial, " has a serial of the future");
+      check(state_.formats.contains(FormatTag{record.format}), " has no format");
       ++in_use_;
-      fragmented_ += state_.is_fragmented(record.n_used);
-      unused_ += state_.block_size - record.n_used;
+      add_fill(fill_, record);
     }
   }
 
-  void walk_free_lists() {
-    for (int list = 0; list < BlockTable::kListCount; ++list) {
-      const FreeList& free = state_.blocks.list(list);
-      const std::string which = "free list " + std::string(name(state_.stream_of(list)));
-      std::int64_t count = 0;
-      for (std::uint32_t i = free.top; i != kNoReference; i = state_.blocks[i].links.prev) {
-        require(i < state_.blocks.size(), which + " leads nowhere");
-        const BlockRecord& record = state_.blocks[i];
-        const std::string what = which + " block " + std::to_string(record.id);
-        require(!seen_[i].free, what + " is listed twice");
-        require(seen_[i].references == 0 && !state_.is_live(record), what + " is in use");
-        require(!record.retired, what + " is retired");
-        require(record.stream == state_.stream_of(list), what + " is of another stream");
-        seen_[i].free = true;
-        ++count;
-      }
-      require_equal(count, free.count, which);
-      require_equal(reserved_[list], free.reserved, which + " reserved");
-      require(free.reserved <= free.count, which + " has fewer blocks than are reserved");
-      free_ += count;
+  void walk_free_list(int list) {
+    const FreeList& free = state_.blocks.list(list);
+    const std::string_view stream = name(state_.stream_of(list));
+    std::int64_t count = 0;
+    for (std::uint32_t i = free.top; i != kNoReference; i = state_.blocks[i].links.prev) {
+      require(i < state_.blocks.size(), "free list ", stream, " leads to no record: ", i);
+      const BlockRecord& record = state_.blocks[i];
+      const auto check = [&](bool holds, const char* what) {
+        require(holds, "free list ", stream, " block ", record.id, what);
+      };
+      check(!seen_[i].free, " is listed twice");
+      check(seen_[i].references == 0 && !state_.is_live(record), " is in use");
+      check(!record.retired, " is retired");
+      check(record.stream == state_.stream_of(list), " is of another stream");
+      seen_[i].free = true;
+      ++count;
     }
+    require_equal(count, free.count, "free list ", stream);
+    require_equal(reserved_[list], free.reserved, "free list ", stream, " reserved");
+    require(free.reserved <= free.count, "stream ", stream, " has more reserved than free blocks");
+    free_ += count;
   }
 
   void walk_retired() {
@@ -130,23 +147,22 @@ class BlockPoolAllocator::State::Audit {
     for (std::uint32_t i = state_.blocks.retired_top(); i != kNoReference;
          i = state_.blocks[i].links.prev) {
       require(state_.blocks[i].retired && !seen_[i].free && seen_[i].references == 0,
-              "a retired record is in use");
+              "retired record ", i, " is in use");
       ++retired;
     }
-    require_equal(in_use_ + free_ + retired, static_cast<std::int64_t>(state_.blocks.size()),
-                  "blocks in use, free and retired");
+    require_equal(in_use_ + free_ + retired, state_.blocks.size(), "in use, free and retired");
   }
 
   void compare_stats() {
     const AllocationStats& recorded = state_.stats;
+    const std::int64_t made = state_.config.n_blocks + recorded.n_grown;
     require_equal(in_use_ + free_, recorded.n_blocks, "n_blocks");
     require_equal(state_.blocks.managed(), recorded.n_blocks, "managed blocks");
     require_equal(in_use_, recorded.blocks_in_use(), "blocks_in_use");
-    require_equal(fragmented_, recorded.fragmented_count, "fragmented blocks");
-    require_equal(unused_, recorded.unused_slot_count, "unused slots");
-    require_equal(state_.config.n_blocks + recorded.n_grown - recorded.n_retired, recorded.n_blocks,
-                  "blocks grown and retired");
-    require_equal(state_.config.n_blocks + recorded.n_grown, state_.blocks.next_id(), "ids minted");
+    require_equal(fill_.fragmented, recorded.fragmented_count, "fragmented blocks");
+    require_equal(fill_.unused, recorded.unused_slot_count, "unused slots");
+    require_equal(made - recorded.n_retired, recorded.n_blocks, "blocks grown and retired");
+    require_equal(made, state_.blocks.next_id(), "ids minted");
     require(recorded.peak_blocks_in_use >= in_use_, "peak_blocks_in_use is below blocks_in_use");
     require(recorded.n_reused <= recorded.n_allocations, "n_reused is above n_allocations");
     require(!state_.config.max_blocks || recorded.n_blocks <= *state_.config.max_blocks,
@@ -156,10 +172,10 @@ class BlockPoolAllocator::State::Audit {
   const State& state_;
   std::vector<Seen> seen_;  // by record
   std::int64_t reserved_[BlockTable::kListCount] = {};
+  std::int64_t extra_ = 0;
   std::int64_t in_use_ = 0;
   std::int64_t free_ = 0;
-  std::int64_t fragmented_ = 0;
-  std::int64_t unused_ = 0;
+  Fill fill_;
 };
 
 void BlockPoolAllocator::State::check_invariants() const { Audit(*this).run(); }
