@@ -4,13 +4,10 @@ namespace kvpool::core {
 
 namespace {
 
-std::string place(std::int64_t index) {
-  return index < 0 ? "block" : "blocks[" + std::to_string(index) + "]";
-}
-
-std::string describe(const BlockHandle& handle) {
-  return "(pool " + std::to_string(handle.pool) + ", id " + std::to_string(value(handle.id)) +
-         ", serial " + std::to_string(handle.serial) + ")";
+/// `block 7` or `blocks[3] (id 7)`.
+std::string named(const BlockHandle& handle, std::int64_t index) {
+  const std::string id = std::to_string(value(handle.id));
+  return index < 0 ? "block " + id : "blocks[" + std::to_string(index) + "] (id " + id + ")";
 }
 
 }  // namespace
@@ -63,27 +60,33 @@ BlockHandle BlockPoolAllocator::State::handle_of(Reference reference) const noex
 }
 
 void BlockPoolAllocator::State::refuse(const char* call, const BlockHandle& handle,
-                                       std::int64_t index, const char* why) const {
-  throw InvalidArgument(in_call(call) + place(index) + " " + describe(handle) + " " + why + " " +
-                        std::to_string(pool_id));
+                                       std::int64_t index, const std::string& why) {
+  throw InvalidArgument(in_call(call) + named(handle, index) + " " + why);
 }
 
 void BlockPoolAllocator::State::refuse_stale(const char* call, const BlockHandle& handle,
-                                             std::int64_t index) const {
-  refuse(call, handle, index, "is stale: its reference was given back to pool");
+                                             std::int64_t index) {
+  refuse(call, handle, index, "is stale: it was given back to the pool");
 }
 
 void BlockPoolAllocator::State::refuse_shared(const char* call, const BlockHandle& handle,
-                                              std::int64_t index) const {
-  refuse(call, handle, index, "has more than one reference (make it writable first) in pool");
+                                              std::int64_t index) {
+  refuse(call, handle, index, "has more than one reference: make it writable first");
 }
 
 // Serials rise from checkout to checkout of a record and of a slot, so a serial above the one
 // written there was never issued for it, and one below belongs to a reference that has ended.
 Reference BlockPoolAllocator::State::resolve_slowly(const char* call, const BlockHandle& handle,
                                                     std::int64_t index) const {
-  if (handle.pool != pool_id) refuse(call, handle, index, "is not a block of pool");
-  const auto refuse_made = [&] { refuse(call, handle, index, "was not handed out by pool"); };
+  if (handle.pool != pool_id) {
+    refuse(call, handle, index,
+           "of pool " + std::to_string(handle.pool) + " is not a block of this pool, " +
+               std::to_string(pool_id));
+  }
+  const auto refuse_made = [&] {
+    refuse(call, handle, index,
+           "with serial " + std::to_string(handle.serial) + " was never handed out by this pool");
+  };
   if (handle.serial == 0 || handle.serial > last_serial || handle.record >= blocks.size()) {
     refuse_made();
   }

@@ -261,8 +261,8 @@ struct BlockPoolAllocator::State {
     stats.peak_blocks_in_use = std::max(stats.peak_blocks_in_use, stats.blocks_in_use());
   }
 
-  [[noreturn]] void refuse_shared(const char* call, const BlockHandle& handle,
-                                  std::int64_t index) const;
+  [[noreturn]] static void refuse_shared(const char* call, const BlockHandle& handle,
+                                         std::int64_t index);
   void check_invariants() const;
 
   const PoolConfig config;
@@ -287,10 +287,10 @@ struct BlockPoolAllocator::State {
   class Audit;
 
   Reference resolve_slowly(const char* call, const BlockHandle& handle, std::int64_t index) const;
-  [[noreturn]] void refuse(const char* call, const BlockHandle& handle, std::int64_t index,
-                           const char* why) const;
-  [[noreturn]] void refuse_stale(const char* call, const BlockHandle& handle,
-                                 std::int64_t index) const;
+  [[noreturn]] static void refuse(const char* call, const BlockHandle& handle, std::int64_t index,
+                                  const std::string& why);
+  [[noreturn]] static void refuse_stale(const char* call, const BlockHandle& handle,
+                                        std::int64_t index);
 };
 
 }  // namespace kvpool::core

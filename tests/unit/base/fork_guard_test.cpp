@@ -36,7 +36,7 @@ TEST(ForkGuard, a_child_finds_the_lock_free_and_what_it_guards_whole) {
       ++right;
     }
   });
-  for (int i = 0; i < 50; ++i) {
+  for (int i = 0; i < 30; ++i) {
     EXPECT_TRUE(testing::holds_in_child([&] {
       std::lock_guard held(lock);
       return left == right;
@@ -61,7 +61,7 @@ TEST(ForkGuard, outer_locks_are_taken_first) {
         std::lock_guard second(locks[1 - outer]);
       }
     });
-    for (int i = 0; i < 30; ++i) {
+    for (int i = 0; i < 10; ++i) {
       EXPECT_TRUE(testing::holds_in_child([&] { return locks[0].try_lock(); }));
     }
     stop = true;

@@ -27,7 +27,7 @@ TEST(AllocatorOsFork, a_child_can_use_the_pools_it_inherits) {
       }
     });
   }
-  for (int i = 0; i < 30; ++i) {
+  for (int i = 0; i < 10; ++i) {
     EXPECT_TRUE(kvpool::testing::holds_in_child([&] {
       first.check_invariants();
       second.check_invariants();
