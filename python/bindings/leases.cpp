@@ -88,6 +88,7 @@ void bind_leases(nb::module_& m) {
       .def_prop_ro("batch", &LayerLease::batch)
       .def_prop_ro("n_blocks", &LayerLease::n_blocks, "Blocks held, keys and values together.")
       .def_prop_ro("is_trimmable", &LayerLease::is_trimmable)
+      .def_prop_ro("has_moved", &LayerLease::has_moved)
       .def_prop_ro("is_torn", &LayerLease::is_torn)
       .def_prop_ro("in_torn_step", &LayerLease::in_torn_step)
       .def("append", &append, "batch"_a, "n_tokens"_a, "rows"_a,

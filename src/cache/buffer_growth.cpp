@@ -122,6 +122,11 @@ BufferShape BufferGrowth::undone(const BufferShape& before, const BufferShape& a
   return {before.offset, ring->max_size, kept};
 }
 
+std::int64_t BufferGrowth::rows_to_come(const BufferShape& now) const noexcept {
+  const auto* ring = std::get_if<Ring>(&kind_);
+  return ring == nullptr ? 0 : std::max<std::int64_t>(ring->max_size - now.rows, 0);
+}
+
 bool BufferGrowth::is_trimmable(const BufferShape& now) const noexcept {
   const auto* ring = std::get_if<Ring>(&kind_);
   return ring == nullptr || now.offset < ring->max_size;

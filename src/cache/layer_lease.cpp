@@ -59,6 +59,11 @@ bool LayerLease::is_trimmable() const {
   return layer_->growth.is_trimmable(layer_->now);
 }
 
+bool LayerLease::has_moved() const {
+  const std::lock_guard lock(group_->mutex_);
+  return layer_->moved;
+}
+
 bool LayerLease::is_torn() const {
   const std::lock_guard lock(group_->mutex_);
   return group_->torn_before(*layer_);

@@ -53,6 +53,14 @@ std::int64_t LeaseGroup::pairs_needed(std::int64_t batch, std::int64_t n_tokens,
   return pairs;
 }
 
+std::int64_t LeaseGroup::pairs_for_windows(std::int64_t batch) const {
+  std::int64_t pairs = 0;
+  for (const auto& layer : layers_) {
+    pairs += layer->lease.pairs_for(batch, layer->growth.rows_to_come(layer->now));
+  }
+  return pairs;
+}
+
 // A guess: other owners may come in between. The reservation decides.
 bool LeaseGroup::has_room_for(std::int64_t pairs) const {
   if (!pool_->config().separate_kv) {
@@ -105,7 +113,10 @@ void LeaseGroup::plan_step(std::int64_t batch, std::int64_t n_tokens) {
   std::int64_t pairs = pool_ == nullptr ? 0 : pairs_needed(batch, n_tokens, 0);
   if (pairs > 0) {
     const std::int64_t least = pairs_needed(batch, n_tokens, BufferGrowth::kNoSpare);
-    while (pairs > least && !has_room_for(pairs)) {
+    const std::int64_t windows = pairs > least ? pairs_for_windows(batch) : 0;
+    // Spare rows leave what rings need to fill their windows; where the pool is short, also as much
+    // again as they take.
+    while (pairs > least && !has_room_for(pairs + windows + (halvings_ > 0 ? pairs - least : 0))) {
       pairs = pairs_needed(batch, n_tokens, ++halvings_);
     }
     // One layer allocates for itself: nothing can come between.

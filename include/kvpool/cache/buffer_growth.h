@@ -53,6 +53,9 @@ class BufferGrowth {
   /// missing: a ring's overwritten row was out of the window of the next token.
   BufferShape undone(const BufferShape& before, const BufferShape& after,
                      std::int64_t rows_in_buffer, bool written) const;
+  /// Rows that single tokens will still add without being asked for spare: those a ring lacks to
+  /// its window.
+  std::int64_t rows_to_come(const BufferShape& now) const noexcept;
   /// False once a ring has overwritten tokens.
   bool is_trimmable(const BufferShape& now) const noexcept;
 

@@ -36,6 +36,8 @@ class LayerLease {
   std::optional<BufferShape> append(std::int64_t batch, std::int64_t n_tokens);
   /// The buffers have the shape that append returned, with the tokens in them.
   void commit();
+  /// undo() would take a step back: nothing but appends to other layers came since this one's.
+  bool has_moved() const;
   /// A step is under way that append would find torn.
   bool is_torn() const;
   /// A step is under way and torn, whether or not this layer has moved.

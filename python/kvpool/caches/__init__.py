@@ -8,7 +8,7 @@ from mlx_lm.models import cache as _mlx_lm_cache
 
 from kvpool.caches.batch_kv_cache import PoolBackedBatchKVCache
 from kvpool.caches.batch_rotating_kv_cache import PoolBackedBatchRotatingKVCache
-from kvpool.caches.build import attach_caches, build_pooled_caches
+from kvpool.caches.build import attach_caches, build_pooled_caches, rewind_step
 from kvpool.caches.kv_cache import PoolBackedKVCache
 from kvpool.caches.quantized_kv_cache import PoolBackedQuantizedKVCache
 from kvpool.caches.rotating_kv_cache import PoolBackedRotatingKVCache
@@ -21,6 +21,7 @@ __all__ = [
     "PoolBackedRotatingKVCache",
     "attach_caches",
     "build_pooled_caches",
+    "rewind_step",
 ]
 
 for _cls in (

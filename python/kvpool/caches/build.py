@@ -74,6 +74,34 @@ def attach_caches(caches: Iterable[Any], pool: BlockPoolAllocator, owner: int = 
         raise
 
 
+def rewind_step(caches: Iterable[Any]) -> int:
+    """Takes back the last step of a model, whatever its caches: also where a window has wrapped.
+
+    What ``trim_prompt_cache(caches, n)`` does for the ``n`` tokens of the last step, for models whose
+    sliding-window layers cannot be trimmed any more. One step can be taken back; nothing but a step
+    that did not fit may have come since.
+
+    Args:
+        caches: The model's caches, all of them pooled.
+
+    Returns:
+        The tokens that the step had appended; 0 where there is none to take back.
+
+    Raises:
+        ValueError: A cache is not pooled, so that its layer cannot follow.
+    """
+    layers = list(caches)
+    for cache in layers:
+        if not isinstance(cache, PooledLayerCache):
+            raise ValueError(f"[rewind_step] caches must be pooled, got a {type(cache).__name__}")
+    if not layers or not all(cache._lease.has_moved for cache in layers):
+        return 0
+    before = layers[0].offset
+    for group in {id(cache._group): cache._group for cache in layers}.values():
+        group.roll_back()
+    return before - layers[0].offset
+
+
 def _own_caches(model: Any) -> list[Any]:
     # The class's method first: an instance's may be the one that calls this function.
     if callable(make := getattr(type(model), "make_cache", None)):

@@ -101,7 +101,18 @@ TEST(LeaseGroup, spare_growth_takes_the_middle_way_before_single_blocks) {
   request.step(200);
   EXPECT_EQ(request.layers[0]->shape().rows, 256);
   request.step(57);
-  EXPECT_EQ(request.layers[0]->shape().rows, 260 + 128);  // 252 spare rows halved, in blocks
+  // 252 spare rows halved twice, in blocks: they leave as many of the 140 rows that are free.
+  EXPECT_EQ(request.layers[0]->shape().rows, 260 + 64);
+  request.check();
+}
+
+TEST(LeaseGroup, spare_rows_leave_the_windows_of_rings_their_room) {
+  Request request(blocks_of_four(2 * 22), 1, BufferGrowth::spare(256, 4));
+  request.layers.push_back(
+      std::make_unique<LayerLease>(request.group, BufferGrowth::ring(32, 0, 256)));
+  request.step(4);
+  request.step(1);  // the ring takes its whole window
+  EXPECT_EQ(request.layers[1]->shape().rows, 32);
   request.check();
 }
 
