@@ -55,7 +55,7 @@ def greedy(model, caches, prompt, n):
     return [int(token) for token, _ in steps]
 
 
-# --- running out -------------------------------------------------------------------------------------
+# --- running out ----------------------------------------------------------------------------------
 
 
 def test_fault_F29_running_out_moves_no_layer_and_says_what_fits():
@@ -129,7 +129,7 @@ def test_a_reservation_made_for_the_owner_is_drawn_on():
     check(caches)
 
 
-# --- steps cut short ---------------------------------------------------------------------------------
+# --- steps cut short ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("failing_layer", [1, 2])
@@ -235,7 +235,7 @@ def test_rewinding_takes_back_one_step_and_no_more():
         rewind_step([*caches, KVCache()])
 
 
-# --- members -----------------------------------------------------------------------------------------
+# --- members --------------------------------------------------------------------------------------
 
 
 def test_release_of_any_member_releases_all():
@@ -294,7 +294,7 @@ def test_field_F18_each_layer_sees_its_own_window():
     check(caches)
 
 
-# --- building ----------------------------------------------------------------------------------------
+# --- building -------------------------------------------------------------------------------------
 
 
 def test_fault_F38_other_kinds_of_caches_stay():

@@ -43,7 +43,7 @@ def check(cache) -> None:
     assert cache.n_blocks_held() == charged(cache)
 
 
-# --- mlx-lm's contract -------------------------------------------------------------------------------
+# --- mlx-lm's contract ----------------------------------------------------------------------------
 
 
 def test_signature_and_attributes():
@@ -220,7 +220,7 @@ def test_meta_state_stays_empty():
         cache.meta_state = "x"
 
 
-# --- arguments ---------------------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_a_pool_must_be_one(args, error):
     ],
 )
 def test_owner_and_step_are_checked(owner, step, error):
-    with pytest.raises(error, match="owner|step"):
+    with pytest.raises(error, match=r"owner|step"):
         PoolBackedKVCache(make_pool(), owner, step)
 
 
@@ -288,7 +288,7 @@ def test_no_tokens_are_no_step():
     assert append(cache, 0)[0].shape[2] == 3
 
 
-# --- faults of the reference, and field cases --------------------------------------------------------
+# --- faults of the reference, and field cases -----------------------------------------------------
 
 
 def test_fault_F28_caches_with_the_default_owner_free_their_own_blocks():
