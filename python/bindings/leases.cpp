@@ -94,6 +94,9 @@ void bind_leases(nb::module_& m) {
       .def("append", &append, "batch"_a, "n_tokens"_a, "rows"_a,
            "Moves the layer on and returns the row where its tokens start. -1 where the step is\n"
            "torn, -2 less that row where the buffers are not to keep their length, rows.")
+      .def("fits_tightened", &LayerLease::fits_tightened, "batch"_a, "n_tokens"_a,
+           "Whether append would find room once every layer has given its spare rows back.")
+      .def("tighten", &LayerLease::tighten, "Gives spare rows back; returns the rows left.")
       .def("commit", &LayerLease::commit, "The buffers show what append charged.")
       .def(
           "undo", [](LayerLease& self, std::int64_t rows) { (void)self.undo(rows); },

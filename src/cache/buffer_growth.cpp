@@ -122,9 +122,10 @@ BufferShape BufferGrowth::undone(const BufferShape& before, const BufferShape& a
   return {before.offset, ring->max_size, kept};
 }
 
-std::int64_t BufferGrowth::rows_to_come(const BufferShape& now) const noexcept {
-  const auto* ring = std::get_if<Ring>(&kind_);
-  return ring == nullptr ? 0 : std::max<std::int64_t>(ring->max_size - now.rows, 0);
+BufferShape BufferGrowth::tightened(const BufferShape& now) const noexcept {
+  const auto* spare = std::get_if<Spare>(&kind_);
+  if (spare == nullptr) return now;
+  return {now.offset, std::min(now.rows, round_up(now.offset, spare->block_size)), now.index};
 }
 
 bool BufferGrowth::is_trimmable(const BufferShape& now) const noexcept {

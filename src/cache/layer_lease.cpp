@@ -109,6 +109,19 @@ std::optional<BufferShape> LayerLease::append(std::int64_t batch, std::int64_t n
   return next;
 }
 
+bool LayerLease::fits_tightened(std::int64_t batch, std::int64_t n_tokens) const {
+  const std::lock_guard lock(group_->mutex_);
+  return group_->has_room_for(group_->pairs_needed_tightened(batch, n_tokens));
+}
+
+std::int64_t LayerLease::tighten() {
+  const std::lock_guard lock(group_->mutex_);
+  const BufferShape next = layer_->growth.tightened(layer_->now);
+  (void)layer_->lease.try_resize(layer_->lease.batch(), next.rows);
+  layer_->now = next;
+  return next.rows;
+}
+
 void LayerLease::commit() {
   const std::lock_guard lock(group_->mutex_);
   if (group_->writing_ == layer_) group_->writing_ = nullptr;

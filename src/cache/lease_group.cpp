@@ -53,10 +53,32 @@ std::int64_t LeaseGroup::pairs_needed(std::int64_t batch, std::int64_t n_tokens,
   return pairs;
 }
 
-std::int64_t LeaseGroup::pairs_for_windows(std::int64_t batch) const {
+// What it takes to bring every layer to the rows of the longest: a layer that grows early must not
+// take the room that the others will need.
+std::int64_t LeaseGroup::pairs_to_follow(std::int64_t batch, std::int64_t n_tokens) const {
+  std::int64_t rows = 0;
+  for (const auto& layer : layers_) {
+    if (!layer->growth.has_spare()) continue;
+    rows = std::max(rows, layer->growth.after(layer->now, n_tokens, 0).rows);
+  }
   std::int64_t pairs = 0;
   for (const auto& layer : layers_) {
-    pairs += layer->lease.pairs_for(batch, layer->growth.rows_to_come(layer->now));
+    const BufferShape after = layer->growth.after(layer->now, n_tokens, 0);
+    const std::int64_t own = layer->growth.has_spare() ? rows : after.rows;
+    const std::int64_t more = layer->lease.pairs_for(batch, own) - layer->lease.n_pairs();
+    pairs += std::max<std::int64_t>(more, 0);
+  }
+  return pairs;
+}
+
+// The same where every layer gives its spare rows back first; below 0 where that frees more.
+std::int64_t LeaseGroup::pairs_needed_tightened(std::int64_t batch, std::int64_t n_tokens) const {
+  std::int64_t pairs = 0;
+  for (const auto& layer : layers_) {
+    const BufferGrowth& growth = layer->growth;
+    const BufferShape after =
+        growth.after(growth.tightened(layer->now), n_tokens, BufferGrowth::kNoSpare);
+    pairs += layer->lease.pairs_for(batch, after.rows) - layer->lease.n_pairs();
   }
   return pairs;
 }
@@ -83,7 +105,7 @@ void LeaseGroup::throw_exhausted(const core::Shortage& shortage, std::int64_t ba
   std::int64_t too_many = n_tokens;
   while (too_many - fits > 1) {
     const std::int64_t middle = fits + (too_many - fits) / 2;
-    const bool fit = has_room_for(pairs_needed(batch, middle, BufferGrowth::kNoSpare));
+    const bool fit = has_room_for(pairs_needed_tightened(batch, middle));
     (fit ? fits : too_many) = middle;
   }
   throw StepExhausted(shortage.message("PoolBackedKVCache::update_and_fetch") + " for " +
@@ -113,12 +135,12 @@ void LeaseGroup::plan_step(std::int64_t batch, std::int64_t n_tokens) {
   std::int64_t pairs = pool_ == nullptr ? 0 : pairs_needed(batch, n_tokens, 0);
   if (pairs > 0) {
     const std::int64_t least = pairs_needed(batch, n_tokens, BufferGrowth::kNoSpare);
-    const std::int64_t windows = pairs > least ? pairs_for_windows(batch) : 0;
-    // Spare rows leave what rings need to fill their windows; where the pool is short, also as much
-    // again as they take.
-    while (pairs > least && !has_room_for(pairs + windows + (halvings_ > 0 ? pairs - least : 0))) {
-      pairs = pairs_needed(batch, n_tokens, ++halvings_);
-    }
+    // Where the pool is short, spare rows leave as much as they take.
+    const auto too_much = [&] {
+      return halvings_ == 0 ? !has_room_for(pairs_to_follow(batch, n_tokens))
+                            : !has_room_for(2 * pairs - least);
+    };
+    while (pairs > least && too_much()) pairs = pairs_needed(batch, n_tokens, ++halvings_);
     // One layer allocates for itself: nothing can come between.
     if (layers_.size() > 1) {
       auto shortage = reserve(pairs);

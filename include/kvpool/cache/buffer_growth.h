@@ -38,6 +38,7 @@ class BufferGrowth {
   /// room for all of it. Layers with different leads do not all copy in one step.
   BufferGrowth leading(std::int64_t lead) const;
   std::int64_t lead() const noexcept;
+  bool has_spare() const noexcept { return std::holds_alternative<Spare>(kind_); }
 
   /// No spare rows at all.
   static constexpr int kNoSpare = 62;
@@ -53,9 +54,8 @@ class BufferGrowth {
   /// missing: a ring's overwritten row was out of the window of the next token.
   BufferShape undone(const BufferShape& before, const BufferShape& after,
                      std::int64_t rows_in_buffer, bool written) const;
-  /// Rows that single tokens will still add without being asked for spare: those a ring lacks to
-  /// its window.
-  std::int64_t rows_to_come(const BufferShape& now) const noexcept;
+  /// Without the spare rows of a spare growth: whole blocks of tokens.
+  BufferShape tightened(const BufferShape& now) const noexcept;
   /// False once a ring has overwritten tokens.
   bool is_trimmable(const BufferShape& now) const noexcept;
 

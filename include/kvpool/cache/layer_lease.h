@@ -34,6 +34,10 @@ class LayerLease {
   /// it first. Throws StepExhausted (no layer has moved where it is the step's first) and
   /// LeaseLost.
   std::optional<BufferShape> append(std::int64_t batch, std::int64_t n_tokens);
+  /// Whether append would find room after every layer of the group was tightened.
+  bool fits_tightened(std::int64_t batch, std::int64_t n_tokens) const;
+  /// Gives spare rows back and returns the rows that the buffers are to be cut to.
+  std::int64_t tighten();
   /// The buffers have the shape that append returned, with the tokens in them.
   void commit();
   /// undo() would take a step back: nothing but appends to other layers came since this one's.

@@ -98,7 +98,8 @@ class LeaseGroup {
   void close_step() noexcept;
   void close_step_if_complete() noexcept;
   std::int64_t pairs_needed(std::int64_t batch, std::int64_t n_tokens, int halvings) const;
-  std::int64_t pairs_for_windows(std::int64_t batch) const;
+  std::int64_t pairs_to_follow(std::int64_t batch, std::int64_t n_tokens) const;
+  std::int64_t pairs_needed_tightened(std::int64_t batch, std::int64_t n_tokens) const;
   bool has_room_for(std::int64_t pairs) const;
   [[nodiscard]] std::optional<core::Shortage> reserve(std::int64_t pairs);
   [[noreturn]] void throw_exhausted(const core::Shortage& shortage, std::int64_t batch,

@@ -78,6 +78,11 @@ class CacheGroup:
             cache._undo()
         self.ledger.end_step()
 
+    def tighten(self) -> None:
+        """Gives the spare rows of every layer back to the pool."""
+        for cache in self.members():
+            cache._tighten()
+
     def release(self) -> None:
         """Gives every block back and empties every member."""
         members = self.members()

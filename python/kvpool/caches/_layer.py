@@ -11,6 +11,7 @@ import mlx.core as mx
 from kvpool import _native
 from kvpool.caches._arguments import checked_int, checked_owner, checked_pool
 from kvpool.caches._group import CacheGroup
+from kvpool.core.exceptions import BlockPoolExhaustedError
 from kvpool.memory.block_pool import BlockPoolAllocator
 
 Self = TypeVar("Self", bound="PooledLayerCache")
@@ -186,6 +187,24 @@ class PooledLayerCache:
         """Takes back this layer's part in the step under way."""
         self._lease.undo(self._rows)
         self._cut(self._lease.rows)
+
+    def _append(self, batch: int, n_tokens: int) -> int:
+        """Charges the pool for more tokens; returns what ``LayerLease.append`` does but -1."""
+        while True:
+            try:
+                start = self._lease.append(batch, n_tokens, self._rows)
+            except BlockPoolExhaustedError:
+                if not self._lease.fits_tightened(batch, n_tokens):
+                    raise
+                self._group.tighten()
+            else:
+                if start != -1:
+                    return start
+                self._group.roll_back()
+
+    def _tighten(self) -> None:
+        """Gives spare rows back to the pool."""
+        self._cut(self._lease.tighten())
 
     def _cut(self, rows: int) -> None:
         """Shortens the buffers to ``rows`` rows."""

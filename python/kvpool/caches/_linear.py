@@ -23,10 +23,7 @@ class LinearLayerCache(PooledLayerCache):
 
     def _advance(self, batch: int, n_tokens: int) -> tuple[int, int]:
         """Charges the pool for more tokens: the row where they start, the rows there are to be."""
-        start = self._lease.append(batch, n_tokens, self._rows)
-        if start == -1:
-            self._group.roll_back()
-            start = self._lease.append(batch, n_tokens, self._rows)
+        start = self._append(batch, n_tokens)
         return (start, self._rows) if start >= 0 else (-2 - start, self._lease.rows)
 
     def _check_new(self, keys: Any, values: Any) -> None:

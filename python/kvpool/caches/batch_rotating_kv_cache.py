@@ -122,7 +122,7 @@ class PoolBackedBatchRotatingKVCache(BatchLayerCache, PoolBackedRotatingKVCache)
             if any(moves):
                 kept = [dynamic_roll(b, mx.array(moves)[:, None], axis=2) for b in kept]
         n_tokens = keys.shape[2]
-        lease.append(keys.shape[0], n_tokens, self._rows)
+        self._append(keys.shape[0], n_tokens)
         rows, offset = lease.rows, lease.offset
         dropped = 0
         if kept:

@@ -78,8 +78,8 @@ def rewind_step(caches: Iterable[Any]) -> int:
     """Takes back the last step of a model, whatever its caches: also where a window has wrapped.
 
     What ``trim_prompt_cache(caches, n)`` does for the ``n`` tokens of the last step, for models
-    whose sliding-window layers cannot be trimmed any more. One step can be taken back; nothing but a
-    step that did not fit may have come since.
+    whose sliding-window layers cannot be trimmed any more. One step can be taken back; nothing but
+    a step that did not fit may have come since.
 
     Args:
         caches: The model's caches, all of them pooled.

@@ -101,7 +101,7 @@ class PoolBackedRotatingKVCache(PooledLayerCache):
         if n_tokens == 1 and self._rows > self.max_size:
             self._narrow()
         ranges = self._ranges()
-        lease.append(batch, n_tokens, self._rows)
+        self._append(batch, n_tokens)
         rows, at = lease.rows, lease.index - n_tokens
         fresh = self._keys is None
         if n_tokens > 1:

@@ -107,6 +107,29 @@ def test_fault_F29_decoding_goes_on_after_something_was_released(
     check(caches)
 
 
+def test_spare_rows_are_given_back_before_a_step_fails():
+    pool = make_pool(n_blocks=2 * 80)
+    caches = build_pooled_caches(tiny_gemma3(window=32), pool, 1)
+    full = PoolBackedKVCache(pool, 2)
+    feed([full], 5)  # 64 blocks a stream, of which it needs two
+    with pytest.raises(BlockPoolExhaustedError):
+        feed(caches, 60)
+    assert full.n_blocks_held() == 2 * 64, "another request's spare rows are not ours to take"
+    full.release()
+    feed(caches, 5)
+    feed(caches, 1)
+    assert caches[2].n_blocks_held() > 2 * 2
+    feed(caches, 30)
+    for _ in range(200):
+        feed(caches, 1)
+    assert offsets(caches) == [236, 236, 236]
+    assert pool.stats.blocks_in_use() <= 2 * 80
+    with pytest.raises(BlockPoolExhaustedError) as caught:
+        feed(caches, 200)
+    feed(caches, caught.value.tokens_that_fit)
+    check(caches)
+
+
 def test_a_request_that_does_not_fit_leaves_the_pool_to_others():
     pool = make_pool(n_blocks=2 * 3 * 8)
     small, large = build(pool, owner=1), build(pool, owner=2)

@@ -106,13 +106,31 @@ TEST(LeaseGroup, spare_growth_takes_the_middle_way_before_single_blocks) {
   request.check();
 }
 
-TEST(LeaseGroup, spare_rows_leave_the_windows_of_rings_their_room) {
-  Request request(blocks_of_four(2 * 22), 1, BufferGrowth::spare(256, 4));
+TEST(LeaseGroup, spare_rows_are_given_back_before_a_step_fails) {
+  Request request(blocks_of_four(2 * 72), 1, BufferGrowth::spare(256, 4));
+  request.step(4);  // the only layer yet: 256 rows of 288
   request.layers.push_back(
-      std::make_unique<LayerLease>(request.group, BufferGrowth::ring(32, 0, 256)));
-  request.step(4);
-  request.step(1);  // the ring takes its whole window
-  EXPECT_EQ(request.layers[1]->shape().rows, 32);
+      std::make_unique<LayerLease>(request.group, BufferGrowth::ring(64, 0, 64)));
+  request.layers[1]->replace(1, {4, 4, 4});
+  EXPECT_THROW((void)request.layers[0]->append(1, 1), StepExhausted);
+  ASSERT_TRUE(request.layers[0]->fits_tightened(1, 1));
+  EXPECT_FALSE(request.layers[0]->fits_tightened(1, 200));
+  EXPECT_EQ(request.layers[0]->tighten(), 4);
+  EXPECT_EQ(request.layers[1]->tighten(), 4);
+  request.step(1);
+  EXPECT_EQ(request.layers[1]->shape().rows, 64);
+  request.check();
+}
+
+TEST(LeaseGroup, a_layer_does_not_grow_early_where_the_others_could_not_follow) {
+  Request request(blocks_of_four(3 * 2 * 64 + 2 * 100), 3, BufferGrowth::spare(256, 4));
+  request.step(254);
+  request.step(1);
+  request.step(1);
+  EXPECT_EQ(request.in_use(), 3 * 2 * 64);
+  request.step(1);
+  EXPECT_EQ(request.offsets(), (Offsets{257, 257, 257}));
+  EXPECT_EQ(request.layers[0]->shape().rows, request.layers[2]->shape().rows);
   request.check();
 }
 
