@@ -14,6 +14,7 @@ from kvpool.core.exceptions import (
     CodebookDimensionMismatch,
     CyclicPipelineError,
     OwnerAlreadyActiveError,
+    PromptCacheError,
     QuantizerConfigError,
 )
 from kvpool.memory.block_pool import AllocationStats, Block, BlockPoolAllocator, PoolConfig
@@ -38,6 +39,7 @@ __all__ = [
     "PoolBackedKVCache",
     "PoolConfig",
     "PooledKVCache",
+    "PromptCacheError",
     "QuantizerConfigError",
     "__version__",
     "build_pooled_caches",

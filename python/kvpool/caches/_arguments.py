@@ -49,6 +49,17 @@ def checked_buffers(where: str, keys: Any, values: Any) -> None:
         )
 
 
+def checked_quantized(where: str, keys: Any, values: Any) -> None:
+    """Refuses what is no pair of (codes, scales, biases) for one number of tokens."""
+    for name, buffer in (("keys", keys), ("values", values)):
+        if not isinstance(buffer, (tuple, list)) or len(buffer) != 3:
+            raise TypeError(f"[{where}] {name} must be (codes, scales, biases)")
+    for parts in zip(keys, values, strict=True):
+        checked_buffers(where, *parts)
+    if len({array.shape[:3] for array in (*keys, *values)}) > 1:
+        raise ValueError(f"[{where}] codes, scales and biases differ in batch, heads or tokens")
+
+
 def checked_fit(where: str, name: str, new: mx.array, old: mx.array | None) -> None:
     """Refuses ``new`` where it cannot be appended to the buffer ``old``."""
     if old is not None and (*old.shape[:2], old.shape[3]) != (*new.shape[:2], new.shape[3]):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any
 
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from kvpool.caches._arguments import checked_int, checked_owner, checked_pool
 from kvpool.caches._group import CacheGroup
@@ -49,13 +49,14 @@ def build_pooled_caches(
     where = "build_pooled_caches"
     group = CacheGroup(checked_pool(where, pool), checked_owner(where, owner))
     step = None if step is None else checked_int(where, "step", step, 1)
-    return [_pooled(cache, group, step) for cache in _own_caches(model)]
+    return [_pooled(cache, group, step) for cache in own_caches(model)]
 
 
 def attach_caches(caches: Iterable[Any], pool: BlockPoolAllocator, owner: int = -1) -> None:
     """Charges caches made by ``from_state`` (loaded from a file) to ``pool``, as one group.
 
-    Caches of other kinds in the list are left alone.
+    Those in a list of caches (mlx-lm's ``CacheList``) are attached, too; caches of other kinds are
+    left alone.
 
     Raises:
         BlockPoolExhaustedError: The pool has too few blocks; no cache is attached.
@@ -63,7 +64,7 @@ def attach_caches(caches: Iterable[Any], pool: BlockPoolAllocator, owner: int = 
     """
     where = "attach_caches"
     group = CacheGroup(checked_pool(where, pool), checked_owner(where, owner))
-    loose = [cache for cache in caches if isinstance(cache, PooledLayerCache)]
+    loose = pooled_among(caches)
     before = [(cache, cache._group, cache._lease) for cache in loose]
     try:
         for cache in loose:
@@ -96,13 +97,25 @@ def rewind_step(caches: Iterable[Any]) -> int:
             raise ValueError(f"[rewind_step] caches must be pooled, got a {type(cache).__name__}")
     if not layers or not all(cache._lease.has_moved for cache in layers):
         return 0
-    before = layers[0].offset
+    before = layers[0]._lease.offset
     for group in {id(cache._group): cache._group for cache in layers}.values():
         group.roll_back()
-    return before - layers[0].offset
+    return before - layers[0]._lease.offset
 
 
-def _own_caches(model: Any) -> list[Any]:
+def pooled_among(caches: Iterable[Any]) -> list[PooledLayerCache]:
+    """The pooled caches of a prompt cache, those in lists of caches included."""
+    pooled: list[PooledLayerCache] = []
+    for cache in caches:
+        if isinstance(cache, PooledLayerCache):
+            pooled.append(cache)
+        elif isinstance(cache, CacheList):
+            pooled += pooled_among(cache.caches)
+    return pooled
+
+
+def own_caches(model: Any) -> list[Any]:
+    """The caches that ``model`` asks for, mlx-lm's own."""
     # The class's method first: an instance's may be the one that calls this function.
     if callable(make := getattr(type(model), "make_cache", None)):
         return make(model)

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import QuantizedKVCache
 
 from kvpool import _native
-from kvpool.caches._arguments import checked_fit
+from kvpool.caches._arguments import checked_fit, checked_int, checked_quantized
 from kvpool.caches._group import CacheGroup
 from kvpool.caches._linear import LinearLayerCache
 from kvpool.memory.block_pool import BlockPoolAllocator
@@ -133,5 +133,16 @@ class PoolBackedQuantizedKVCache(LinearLayerCache, QuantizedKVCache):
 
     @state.setter
     def state(self, state: Any) -> None:
-        keys, values, offset, self.group_size, self.bits = state
-        self._place(keys, values, offset, self._where("state"))
+        where = self._where("state")
+        keys, values, offset, group_size, bits = state
+        group_size = checked_int(where, "group_size", group_size, 1)
+        bits = checked_int(where, "bits", bits, 1, 8)
+        if keys is not None or values is not None:
+            checked_quantized(where, keys, values)
+        before = {name: vars(self).get(name) for name in ("group_size", "bits")}
+        self.group_size, self.bits = group_size, bits
+        try:
+            self._place(keys, values, offset, where)
+        except BaseException:
+            self.__dict__.update(before)
+            raise

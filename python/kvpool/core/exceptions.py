@@ -13,6 +13,7 @@ __all__ = [
     "CodebookDimensionMismatch",
     "CyclicPipelineError",
     "OwnerAlreadyActiveError",
+    "PromptCacheError",
     "QuantizerConfigError",
 ]
 
@@ -36,6 +37,11 @@ class BlockPoolExhaustedError(RuntimeError):
 
 class OwnerAlreadyActiveError(ValueError):
     """``register_owner`` of an owner that has blocks or is registered already."""
+
+
+class PromptCacheError(ValueError):
+    """A file of a saved prompt is damaged, or fits neither the pool nor the model it is loaded for;
+    or caches cannot be saved. Nothing was charged."""
 
 
 class QuantizerConfigError(ValueError):
