@@ -322,29 +322,18 @@ class BatchLayerCache(PooledLayerCache):
         elif any(len(mine._owners) != n_sequences for mine in fellows):
             pairs = []  # not the first layer: reserved already
         if pairs:
+            givers = [other._group]
             try:
-                reserve_or_take(
-                    self._group, pairs_of_extended(self._group, pairs, True), [other._group], where
-                )
-                self._group.sheds_spare = False
+                reserve_or_take(self._group, pairs_of_extended(self._group, pairs), givers, where)
             except BlockPoolExhaustedError:
-                reserve_or_take(
-                    self._group, pairs_of_extended(self._group, pairs, False), [other._group], where
-                )
-                self._group.sheds_spare = True
-        mine, theirs = self._as_stock(), other._as_stock()
-        if self._group.sheds_spare:
-            for batch, stock in ((self, mine), (other, theirs)):
-                stock.keys = batch._head(stock.keys, batch._n_written)
-                stock.values = batch._head(stock.values, batch._n_written)
-        mine.extend(theirs)
-        self._adopt(mine, (*self._owners, *other._owners), where)
+                self._group.tighten()
+                other._group.tighten()
+                reserve_or_take(self._group, pairs_of_extended(self._group, pairs), givers, where)
+        theirs = other._as_stock()
+        owners = (*self._owners, *other._owners)
+        self._change(lambda stock: stock.extend(theirs), where, owners)
         if all(len(layer._owners) != n_sequences for layer in fellows):
             self._group.ledger.end_step()
-
-    @staticmethod
-    def _head(buffer: Any, rows: int) -> Any:
-        return None if buffer is None else buffer[..., :rows, :]
 
     def _refuse_unlike(self, where: str, other: Any) -> None:
         """Refuses a batch whose sequences cannot be among these."""

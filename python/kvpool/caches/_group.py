@@ -36,8 +36,6 @@ class CacheGroup:
         self.owner = owner
         self.ledger = ledger or _native.LeaseGroup(pool, owner)
         self._members: list[weakref.ref[PooledLayerCache]] = []
-        # Whether the extension of a batch under way gives up spare rows.
-        self.sheds_spare = False
         # By what they are made for: a group made from this one, and the layers that are in it.
         self._offspring: dict[Hashable, tuple[weakref.ref[CacheGroup], weakref.WeakSet[Any]]] = {}
 

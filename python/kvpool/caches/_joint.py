@@ -59,18 +59,11 @@ def pairs_of_merged(group: CacheGroup, parents: Sequence[CacheGroup], caches: Se
     return sum(group.ledger.pairs_for(len(row), max(cache.size() for cache in row)) for row in rows)
 
 
-def pairs_of_extended(group: CacheGroup, pairs: Iterable[tuple[Any, Any]], spare: bool) -> int:
-    """Pairs of blocks that extending the first of each pair by the second takes.
-
-    Args:
-        group: The group of the first ones.
-        pairs: Both batches, for each layer.
-        spare: Whether rows that wait for tokens to come are kept.
-    """
+def pairs_of_extended(group: CacheGroup, pairs: Iterable[tuple[Any, Any]]) -> int:
+    """Pairs of blocks that extending the first of each pair, which is of ``group``, takes."""
     total = 0
     for mine, theirs in pairs:
         n_sequences = len(mine._owners) + len(theirs._owners)
-        rows = [batch._rows if spare else batch._n_written for batch in (mine, theirs)]
-        after = group.ledger.pairs_for(n_sequences, max(rows))
+        after = group.ledger.pairs_for(n_sequences, max(mine._rows, theirs._rows))
         total += max(after - mine._lease.n_blocks // 2, 0)
     return total

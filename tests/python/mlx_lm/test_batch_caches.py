@@ -38,7 +38,7 @@ def feed(caches, n_tokens: int, start: int = 0) -> None:
         cache.update_and_fetch(new, -new)
 
 
-def request(pool, owner: int, n_tokens: int, n_layers: int = 2, step: int = 1) -> list:
+def request(pool, owner: int, n_tokens: int, n_layers: int = 2, step: int | None = 1) -> list:
     group = CacheGroup(pool, owner)
     caches = [PoolBackedKVCache._member(group, step) for _ in range(n_layers)]
     if n_tokens:
@@ -227,18 +227,19 @@ def test_an_extension_that_does_not_fit_changes_no_layer():
 
 
 def test_an_extension_gives_up_spare_rows_before_it_fails():
-    pool = make_pool(n_blocks=2 * 2 * (4 + 3))
-    batch = merged(request(pool, 1, 8, step=8))
-    feed(batch, 1, 8)  # 16 rows, of which 7 are spare
-    other = merged(request(pool, 2, 9))
+    pool = make_pool(n_blocks=2 * 2 * 20)
+    batch = merged(request(pool, 1, 8, step=None))
+    other = merged(request(pool, 2, 9), request(pool, 3, 9))
+    feed(batch, 1, 8)
+    assert 3 * batch[0].n_blocks_held() > 2 * 20  # three sequences of that length are too much
     for cache, new in zip(batch, other, strict=True):
         cache.extend(new)
     check(pool, *batch)
     del other, new
-    assert [cache.keys.shape[2] for cache in batch] == [9, 9]
+    assert [cache.keys.shape[2] for cache in batch] == [12, 12]
     keys, _ = batch[0].keys_and_values()
-    assert keys[:, 0, :, 0].tolist() == 2 * [list(range(9))]
-    assert pool.stats.blocks_in_use() == 2 * 2 * (3 + 3)
+    assert keys[:, 0, :, 0].tolist() == 3 * [list(range(9))]
+    assert pool.stats.blocks_in_use() == 2 * 2 * 3 * 3
 
 
 def test_extending_copying_and_extracting_need_no_more_than_what_stays():
