@@ -1,0 +1,40 @@
+"""The examples for mlx-lm run, with a tiny model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_models import write_llama
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "python"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("tiny"))
+
+
+def run(example: str, *arguments: object) -> str:
+    command = [sys.executable, EXAMPLES / example, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_two_requests_in_a_batch(model):
+    out = run("batch_requests.py", model, "One?", "And the other one?", "--max-tokens", 8)
+    # One token a byte: 4 and 18 of them, and 8 more that were made.
+    assert "[12 tokens in 4 blocks]" in out
+    assert "[26 tokens in 8 blocks]" in out
+    assert "in_use=0/" in out
+
+
+def test_a_prompt_that_is_saved_and_loaded(model, tmp_path):
+    file = tmp_path / "prompt.safetensors"
+    out = run("saved_prompt.py", model, "One?", "--max-tokens", 8, "--file", file)
+    assert file.exists()
+    assert "tokens came from the file]" in out
+    assert "in_use=0/" in out
