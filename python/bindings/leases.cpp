@@ -61,7 +61,7 @@ void bind_leases(nb::module_& m) {
       .def_static("exact", &BufferGrowth::exact, "step"_a, "Whole steps, as mlx-lm's KVCache.")
       .def_static("spare", &BufferGrowth::spare, "quantum"_a, "block_size"_a,
                   "By half again, less where the pool is short.")
-      .def_static("ring", &BufferGrowth::ring, "max_size"_a, "keep"_a, "step"_a,
+      .def_static("ring", &BufferGrowth::ring, "max_size"_a, "keep"_a, "step"_a, "block_size"_a = 0,
                   "A window, as mlx-lm's RotatingKVCache.");
 
   nb::class_<LeaseGroup>(m, "LeaseGroup", "The blocks behind all layers of one request.")

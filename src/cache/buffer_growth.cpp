@@ -12,6 +12,14 @@ constexpr std::int64_t round_up(std::int64_t n, std::int64_t unit) noexcept {
   return (n + unit - 1) / unit * unit;
 }
 
+// From `least` rows, in whole blocks, to `wanted`: what lies between is halved `halvings` times.
+constexpr std::int64_t halved(std::int64_t least, std::int64_t wanted, std::int64_t block_size,
+                              int halvings) noexcept {
+  const std::int64_t needed = std::min(round_up(least, block_size), wanted);
+  const std::int64_t extra = (wanted - needed) >> halvings;
+  return std::min(needed + round_up(extra, block_size), wanted);
+}
+
 void require(bool holds, const char* what, std::int64_t value) {
   if (!holds) throw InvalidArgument("[BufferGrowth] " + std::string(what) + std::to_string(value));
 }
@@ -29,11 +37,13 @@ BufferGrowth BufferGrowth::spare(std::int64_t quantum, std::int64_t block_size) 
   return BufferGrowth(Spare{quantum, block_size});
 }
 
-BufferGrowth BufferGrowth::ring(std::int64_t max_size, std::int64_t keep, std::int64_t step) {
+BufferGrowth BufferGrowth::ring(std::int64_t max_size, std::int64_t keep, std::int64_t step,
+                                std::int64_t block_size) {
   require(max_size >= 1, "max_size must be >= 1, got ", max_size);
   require(keep >= 0 && keep < max_size, "keep must be in 0..max_size - 1, got ", keep);
   require(step >= 1, "step must be >= 1, got ", step);
-  return BufferGrowth(Ring{max_size, keep, step});
+  require(block_size >= 0, "block_size must be >= 0, got ", block_size);
+  return BufferGrowth(Ring{max_size, keep, step, block_size});
 }
 
 BufferGrowth BufferGrowth::leading(std::int64_t lead) const {
@@ -67,19 +77,19 @@ BufferShape BufferGrowth::grown(const Spare& kind, const BufferShape& now, std::
     return {offset, now.rows, offset};
   }
   const std::int64_t wanted = round_up(std::max(offset, now.rows + now.rows / 2), kind.quantum);
-  const std::int64_t needed = std::min(round_up(offset, kind.block_size), wanted);
-  const std::int64_t extra = (wanted - needed) >> halvings;
-  return {offset, std::min(needed + round_up(extra, kind.block_size), wanted), offset};
+  return {offset, halved(offset, wanted, kind.block_size, halvings), offset};
 }
 
 BufferShape BufferGrowth::grown(const Ring& kind, const BufferShape& now, std::int64_t n_tokens,
-                                int /*halvings*/) {
+                                int halvings) {
   BufferShape next = now;
   next.offset += n_tokens;
   if (n_tokens == 1) {
     if (next.rows < kind.max_size && now.offset >= next.rows) {
       next.index = next.rows;
-      next.rows += std::min(kind.step, kind.max_size - next.rows);
+      const std::int64_t wanted = std::min(next.rows + kind.step, kind.max_size);
+      next.rows =
+          kind.block_size == 0 ? wanted : halved(next.rows + 1, wanted, kind.block_size, halvings);
     } else if (next.rows > kind.max_size) {
       next.rows = kind.max_size;
       next.index = kind.max_size;
@@ -123,9 +133,12 @@ BufferShape BufferGrowth::undone(const BufferShape& before, const BufferShape& a
 }
 
 BufferShape BufferGrowth::tightened(const BufferShape& now) const noexcept {
-  const auto* spare = std::get_if<Spare>(&kind_);
-  if (spare == nullptr) return now;
-  return {now.offset, std::min(now.rows, round_up(now.offset, spare->block_size)), now.index};
+  std::int64_t block_size = 0;
+  if (const auto* spare = std::get_if<Spare>(&kind_)) block_size = spare->block_size;
+  if (const auto* ring = std::get_if<Ring>(&kind_)) block_size = ring->block_size;
+  // A ring that is full has no spare rows.
+  if (block_size == 0 || now.offset > now.rows) return now;
+  return {now.offset, std::min(now.rows, round_up(now.index, block_size)), now.index};
 }
 
 bool BufferGrowth::is_trimmable(const BufferShape& now) const noexcept {

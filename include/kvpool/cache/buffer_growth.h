@@ -32,7 +32,10 @@ class BufferGrowth {
   static BufferGrowth spare(std::int64_t quantum, std::int64_t block_size);
   /// A window of `max_size` tokens whose first `keep` stay, as mlx-lm's RotatingKVCache: single
   /// tokens overwrite the oldest, a chunk of S leaves max_size - 1 + S rows.
-  static BufferGrowth ring(std::int64_t max_size, std::int64_t keep, std::int64_t step);
+  /// Until the window is full it grows by `step` rows: exactly, or, where `block_size` is given, by
+  /// fewer where the pool is short, down to whole blocks.
+  static BufferGrowth ring(std::int64_t max_size, std::int64_t keep, std::int64_t step,
+                           std::int64_t block_size = 0);
 
   /// The same, but a spare growth comes up to `lead` tokens before it has to, where the pool has
   /// room for all of it. Layers with different leads do not all copy in one step.
@@ -54,7 +57,7 @@ class BufferGrowth {
   /// missing: a ring's overwritten row was out of the window of the next token.
   BufferShape undone(const BufferShape& before, const BufferShape& after,
                      std::int64_t rows_in_buffer, bool written) const;
-  /// Without the spare rows of a spare growth: whole blocks of tokens.
+  /// Without spare rows, which exact growth has none of: whole blocks of tokens.
   BufferShape tightened(const BufferShape& now) const noexcept;
   /// False once a ring has overwritten tokens.
   bool is_trimmable(const BufferShape& now) const noexcept;
@@ -72,6 +75,7 @@ class BufferGrowth {
     std::int64_t max_size;
     std::int64_t keep;
     std::int64_t step;
+    std::int64_t block_size;
   };
   using Kind = std::variant<Exact, Spare, Ring>;
 

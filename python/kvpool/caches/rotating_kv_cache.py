@@ -62,7 +62,10 @@ class PoolBackedRotatingKVCache(PooledLayerCache):
         self.keep = checked_int(where, "keep", keep, 0, self.max_size - 1)
 
     def _growth(self, pool: BlockPoolAllocator | None) -> _native.BufferGrowth:
-        return _native.BufferGrowth.ring(self.max_size, self.keep, self._step or STOCK_STEP)
+        if self._step is not None:
+            return _native.BufferGrowth.ring(self.max_size, self.keep, self._step)
+        block_size = 1 if pool is None else pool.config.block_size
+        return _native.BufferGrowth.ring(self.max_size, self.keep, STOCK_STEP, block_size)
 
     @classmethod
     def from_state(cls, state: Any) -> PoolBackedRotatingKVCache:

@@ -89,6 +89,16 @@ TEST(BufferGrowth, a_ring_keeps_its_first_tokens_when_it_rotates) {
   EXPECT_EQ(now, (BufferShape{9, 8, 3}));
 }
 
+TEST(BufferGrowth, a_ring_fills_its_window_in_smaller_steps_where_the_pool_is_short) {
+  const auto growth = BufferGrowth::ring(100, 0, 256, 16);
+  const BufferShape now = growth.after({}, 9, 0);
+  EXPECT_EQ(growth.after(now, 1, 0).rows, 100);
+  EXPECT_EQ(growth.after(now, 1, 1).rows, 16 + 48);
+  EXPECT_EQ(growth.after(now, 1, BufferGrowth::kNoSpare), (BufferShape{10, 16, 10}));
+  const auto exact = BufferGrowth::ring(100, 0, 40);
+  EXPECT_EQ(exact.after(now, 1, BufferGrowth::kNoSpare).rows, 49);
+}
+
 TEST(BufferGrowth, trimming_drops_the_blocks_that_it_empties) {
   const auto growth = BufferGrowth::spare(256, 16);
   EXPECT_EQ(growth.trimmed({40, 256, 40}, 2, 16), (BufferShape{38, 256, 38}));  // same block

@@ -122,6 +122,36 @@ TEST(LeaseGroup, spare_rows_are_given_back_before_a_step_fails) {
   request.check();
 }
 
+// A pool sized for the tokens of a request holds them, whatever spare rows layers take on the way.
+RC_GTEST_PROP(LeaseGroup, spare_rows_never_cost_the_request_a_token, ()) {
+  const int n_plain = *rc::gen::inRange(1, 60);
+  const int n_rings = *rc::gen::inRange(0, 12);
+  const std::int64_t window = *rc::gen::inRange(1, 400);
+  const std::int64_t prompt = *rc::gen::inRange(1, 200);
+  const std::int64_t total = prompt + *rc::gen::inRange(1, 300);
+  const std::int64_t ring_rows = std::min(total, window - 1 + prompt);
+  const std::int64_t pairs = n_plain * ((total + 3) / 4) + n_rings * ((ring_rows + 3) / 4);
+  Request request(blocks_of_four(2 * pairs), n_plain, BufferGrowth::spare(256, 4));
+  for (int i = 0; i < n_rings; ++i) {
+    request.layers.push_back(
+        std::make_unique<LayerLease>(request.group, BufferGrowth::ring(window, 0, 256, 4)));
+  }
+  request.step(prompt);
+  for (std::int64_t token = prompt; token < total; ++token) {
+    try {
+      (void)request.layers[0]->append(1, 1);
+    } catch (const StepExhausted&) {
+      RC_ASSERT(request.layers[0]->fits_tightened(1, 1));
+      for (const auto& layer : request.layers) layer->tighten();
+      RC_ASSERT(request.layers[0]->append(1, 1).has_value());
+    }
+    request.layers[0]->commit();
+    for (std::size_t i = 1; i < request.layers.size(); ++i) request.move(*request.layers[i], 1);
+  }
+  RC_ASSERT(request.offsets() == Offsets(request.layers.size(), total));
+  request.check();
+}
+
 TEST(LeaseGroup, a_layer_does_not_grow_early_where_the_others_could_not_follow) {
   Request request(blocks_of_four(3 * 2 * 64 + 2 * 100), 3, BufferGrowth::spare(256, 4));
   request.step(254);
