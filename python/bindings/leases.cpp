@@ -83,6 +83,10 @@ void bind_leases(nb::module_& m) {
       .def(nb::init<std::shared_ptr<LeaseGroup>, const BufferGrowth&>(), "group"_a, "growth"_a)
       .def_prop_ro("group", &LayerLease::group)
       .def_prop_ro("offset", &LayerLease::offset)
+      .def_prop_ro(
+          "steady_offset",
+          [](const LayerLease& self) { return self.is_torn() ? -1 : self.offset(); },
+          "The offset; -1 where append would find the step torn.")
       .def_prop_ro("rows", [](const LayerLease& self) { return self.shape().rows; })
       .def_prop_ro("index", [](const LayerLease& self) { return self.shape().index; })
       .def_prop_ro("batch", &LayerLease::batch)

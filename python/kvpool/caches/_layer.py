@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -308,6 +310,17 @@ class PooledLayerCache:
     @property
     def offset(self) -> int:
         """Tokens appended and not trimmed."""
+        offset = self._lease.steady_offset
+        return offset if offset >= 0 else self._offset_for(sys._getframe(1))
+
+    def _offset_for(self, reader: FrameType) -> int:
+        """The offset of a layer that has moved in a step which looks cut short.
+
+        Some models read it before they ask for a mask: to them a new step begins, and the last one
+        is taken back. Anybody else may be looking at a step under way.
+        """
+        if reader.f_globals.get("__name__", "").startswith("mlx_lm.models."):
+            self._group.roll_back()
         return self._lease.offset
 
     def size(self) -> int:

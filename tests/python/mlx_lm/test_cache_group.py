@@ -21,7 +21,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
     trim_prompt_cache,
 )
-from tiny_models import VOCABULARY, tiny_gemma3, tiny_llama
+from tiny_models import VOCABULARY, tiny_gemma3, tiny_gpt2, tiny_llama
 
 PROMPT = [(5 * i + 2) % VOCABULARY for i in range(9)]
 
@@ -220,6 +220,23 @@ def test_ctrl_c_inside_an_update_is_taken_back(make_model, monkeypatch):
         ours = model(mx.array([tokens]), cache=caches)
         assert mx.allclose(ours, model(mx.array([tokens]), cache=stock), atol=1e-4)
         check(caches)
+
+
+def test_a_model_that_reads_an_offset_before_its_mask_starts_where_the_last_step_did(monkeypatch):
+    model = tiny_gpt2()
+    caches, stock = (
+        build_pooled_caches(model, make_pool(n_blocks=1024), 1),
+        make_prompt_cache(model),
+    )
+    for tokens in ([1, 2, 3], [4], [5, 6]):
+        layer = model.model.h[1].attn
+        monkeypatch.setattr(type(layer), "__call__", interrupted(layer))
+        with pytest.raises(KeyboardInterrupt):
+            model(mx.array([tokens]), cache=caches)
+        monkeypatch.undo()
+        assert caches[0].offset > stock[0].offset  # looking at it takes nothing back
+        ours, theirs = (model(mx.array([tokens]), cache=cache) for cache in (caches, stock))
+        assert mx.array_equal(ours, theirs)
 
 
 def test_trim_and_a_copy_take_a_torn_step_back():

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 from kvpool.models.tokenizers import byte_level_bpe, write_tokenizer
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.models import deepseek_v3, gemma3_text, gpt_oss, llama
+from mlx_lm.models import deepseek_v3, gemma3_text, gpt2, gpt_oss, llama
 
 VOCABULARY = 97
 
@@ -108,6 +108,22 @@ def tiny_deepseek_v3() -> Any:
         rope_theta=10000.0,
     )
     return _ready(deepseek_v3.Model(args), 4)
+
+
+@cache
+def tiny_gpt2() -> Any:
+    """Reads the offset of its first cache before it asks for a mask."""
+    args = gpt2.ModelArgs(
+        model_type="gpt2",
+        n_ctx=64,
+        n_embd=32,
+        n_head=2,
+        n_layer=2,
+        n_positions=64,
+        layer_norm_epsilon=1e-5,
+        vocab_size=VOCABULARY,
+    )
+    return _ready(gpt2.Model(args), 6)
 
 
 def all_models() -> dict[str, Any]:
