@@ -185,7 +185,7 @@ void LeaseGroup::close_step() noexcept {
     // Never more than is reserved now, so there is no shortage to hear of.
     (void)pool_->try_reserve(owner_, std::max<std::int64_t>(keys, 0),
                              std::max<std::int64_t>(values, 0));
-  } catch (...) {
+  } catch (...) {  // NOLINT(bugprone-empty-catch)
     // Out of memory: the reservation stays until the owner's next.
   }
 }

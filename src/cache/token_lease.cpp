@@ -209,7 +209,7 @@ void TokenLease::release() noexcept {
   if (!handles_.empty()) {
     try {
       pool_->free(handles_);
-    } catch (...) {
+    } catch (...) {  // NOLINT(bugprone-empty-catch)
       // Own handles are never refused; what else can fail must not leave a destructor.
     }
   }

@@ -196,20 +196,19 @@ void BlockPoolAllocator::State::take_runs(int list, std::uint32_t owner_slot, Fo
   std::uint64_t serial = last_serial;
   std::int64_t reused = 0;
   std::int64_t left = runs.length;
-  BlockRecord* record = nullptr;
   for (BlockHandle& handle : out) {
-    record = &blocks[index];
-    const std::uint32_t next = record->links.prev;
-    record->links = {owner_slot, prev, next};
-    reused += record->ever_allocated;
+    BlockRecord& record = blocks[index];
+    const std::uint32_t next = record.links.prev;
+    record.links = {owner_slot, prev, next};
+    reused += record.ever_allocated;
     const bool last = --left == 0;
     if (last) left = runs.length;
-    check_out(*record, ++serial, format, last ? runs.last_used : block_size);
-    handle = BlockHandle{pool_id, serial, index, 0, BlockId{record->id}, stream};
+    check_out(record, ++serial, format, last ? runs.last_used : block_size);
+    handle = BlockHandle{pool_id, serial, index, 0, BlockId{record.id}, stream};
     prev = index;
     index = next;
   }
-  record->links.next = kNoReference;
+  blocks[prev].links.next = kNoReference;
   held.tail = prev;
   held.count += static_cast<std::uint32_t>(runs.total);
   free.top = index;

@@ -28,7 +28,8 @@ struct AllocationStats {
   std::int64_t blocks_in_use() const noexcept { return n_allocations - n_frees; }
   /// Partly filled blocks as a share of the managed ones, in [0, 1]; 0 for a pool without blocks.
   double fragmentation() const noexcept {
-    return n_blocks == 0 ? 0.0 : static_cast<double>(fragmented_count) / static_cast<double>(n_blocks);
+    return n_blocks == 0 ? 0.0
+                         : static_cast<double>(fragmented_count) / static_cast<double>(n_blocks);
   }
   std::int64_t unused_slots() const noexcept { return unused_slot_count; }
 };
