@@ -1,9 +1,11 @@
 // What the allocator's calls cost: one block, whole requests of 16,384 blocks, a token's books, and
 // threads that compete for one pool. Statistics and history are always on.
 #include <benchmark/benchmark.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <fstream>
 #include <memory>
 #include <random>
 #include <vector>
@@ -158,6 +160,37 @@ void fork_and_free_all(benchmark::State& state) {
   state.SetItemsProcessed(state.iterations() * state.range(0));
 }
 BENCHMARK(fork_and_free_all)->Arg(16384);
+
+/// Resident bytes of this process.
+double resident_bytes() {
+  std::ifstream statm("/proc/self/statm");
+  double total = 0;
+  double resident = 0;
+  statm >> total >> resident;
+  return resident * static_cast<double>(sysconf(_SC_PAGESIZE));
+}
+
+/// Process memory that a block costs once each has been in use: all at the start, or grown one by
+/// one. The time is of no interest.
+void memory_of_a_block(benchmark::State& state) {
+  constexpr std::int64_t kBlocks = 4'000'000;
+  const bool grown = state.range(0);
+  double bytes = 0;
+  for (auto _ : state) {
+    const double before = resident_bytes();
+    BlockPoolAllocator pool(
+        {.n_blocks = grown ? 1 : kBlocks, .separate_kv = false, .grow_on_exhaustion = grown});
+    std::array<BlockHandle, 1> block;
+    for (std::int64_t i = 0; i < kBlocks; ++i) {
+      if (pool.try_allocate(Stream::kShared, 16, i % 1000, {}, block)) {
+        state.SkipWithError("exhausted");
+      }
+    }
+    bytes = resident_bytes() - before;
+  }
+  state.counters["bytes_per_block"] = bytes / static_cast<double>(kBlocks);
+}
+BENCHMARK(memory_of_a_block)->ArgName("grown")->Arg(0)->Arg(1)->Iterations(1);
 
 }  // namespace
 }  // namespace kvpool::core
