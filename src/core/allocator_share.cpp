@@ -20,10 +20,6 @@ std::vector<BlockHandle> BlockPoolAllocator::fork(OwnerId owner, OwnerId new_own
     n = state.owners[from].count();
     if (handles.size() != static_cast<std::size_t>(n)) continue;
     if (n == 0) return handles;
-    if (state.extras.live() + n > kMaxReferences) {
-      throw Error(in_call(kCall) + "no room for " + std::to_string(n) +
-                  " more shared references, " + std::to_string(state.extras.live()) + " are live");
-    }
     state.extras.make_room(n);
     state.owners.make_room();
     const std::uint32_t to = state.activate(new_owner);

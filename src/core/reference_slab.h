@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "block_record.h"
+#include "kvpool/base/error.h"
 
 namespace kvpool::core {
 
@@ -24,8 +26,12 @@ class ReferenceSlab {
   std::size_t size() const noexcept { return slots_.size(); }
   std::int64_t live() const noexcept { return live_; }
 
-  /// Makes room for `n` more; take then cannot fail.
+  /// Makes room for `n` more; take then cannot fail. Throws Error past kMaxReferences.
   void make_room(std::int64_t n) {
+    if (n > kMaxReferences - live_) {
+      throw Error("[BlockPoolAllocator] no room for " + std::to_string(n) +
+                  " more shared references, " + std::to_string(live_) + " are live");
+    }
     const std::size_t needed = static_cast<std::size_t>(live_ + n);
     if (needed > slots_.capacity()) slots_.reserve(std::max(needed, slots_.capacity() * 2));
   }

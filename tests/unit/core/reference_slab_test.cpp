@@ -24,5 +24,13 @@ TEST(ReferenceSlab, slots_come_back_last_in_first_out_with_their_serial) {
   EXPECT_EQ(slab.live(), 4);
 }
 
+TEST(ReferenceSlab, refuses_more_references_than_it_can_number) {
+  ReferenceSlab slab;
+  slab.make_room(1);
+  slab.take();
+  EXPECT_THROW(slab.make_room(kMaxReferences), Error);
+  EXPECT_EQ(slab.size(), 1u);
+}
+
 }  // namespace
 }  // namespace kvpool::core
