@@ -121,9 +121,10 @@ BufferShape BufferGrowth::trimmed(const BufferShape& now, std::int64_t n_tokens,
 BufferShape BufferGrowth::undone(const BufferShape& before, const BufferShape& after,
                                  std::int64_t rows_in_buffer, bool written) const {
   const auto* ring = std::get_if<Ring>(&kind_);
-  if (ring == nullptr) return {before.offset, rows_in_buffer, before.offset};
+  if (ring == nullptr) return {before.offset, std::min(rows_in_buffer, before.rows), before.offset};
   if (!written) return {before.offset, rows_in_buffer, before.index};
   const std::int64_t n_tokens = after.offset - before.offset;
+  if (n_tokens == 1 && rows_in_buffer > before.rows) return before;
   // The next token overwrites the row of the one taken back.
   if (n_tokens == 1) return {before.offset, rows_in_buffer, after.index - 1};
   const std::int64_t kept = rows_in_buffer - n_tokens;

@@ -108,11 +108,11 @@ void LeaseGroup::throw_exhausted(const core::Shortage& shortage, std::int64_t ba
     const bool fit = has_room_for(pairs_needed_tightened(batch, middle));
     (fit ? fits : too_many) = middle;
   }
-  throw StepExhausted(shortage.message("PoolBackedKVCache::update_and_fetch") + " for " +
-                          std::to_string(n_tokens) + " tokens in " +
-                          std::to_string(layers_.size()) + " layers; " + std::to_string(fits) +
-                          " tokens fit",
-                      shortage, fits);
+  throw StepExhausted(
+      shortage.message("PoolBackedKVCache::update_and_fetch") + " for " + std::to_string(n_tokens) +
+          " tokens in " + std::to_string(layers_.size()) +
+          (layers_.size() == 1 ? " layer; " : " layers; ") + std::to_string(fits) + " tokens fit",
+      shortage, fits);
 }
 
 std::optional<core::Shortage> LeaseGroup::reserve(std::int64_t pairs) {
@@ -182,6 +182,10 @@ void LeaseGroup::close_step() noexcept {
     const std::int64_t taken = reservation_.taken_pairs;
     const std::int64_t keys = reservation_.keys - (separate ? taken : 2 * taken);
     const std::int64_t values = separate ? reservation_.values - taken : 0;
+    const bool all_taken =
+        pool_->n_reserved(separate ? Stream::kKey : Stream::kShared, owner_) <= keys &&
+        (!separate || pool_->n_reserved(Stream::kValue, owner_) <= values);
+    if (all_taken) return;
     // Never more than is reserved now, so there is no shortage to hear of.
     (void)pool_->try_reserve(owner_, std::max<std::int64_t>(keys, 0),
                              std::max<std::int64_t>(values, 0));

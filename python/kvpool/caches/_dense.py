@@ -35,13 +35,7 @@ class DenseLayerCache(LinearLayerCache):
                 (``pool.free_all``). Nothing has changed.
             TypeError: Something else than arrays.
         """
-        # Decoding runs through here once a layer and token: the shapes are compared with those of
-        # the last call, and checked where they differ.
-        try:
-            known = (keys.shape, values.shape) == self._fitting
-        except AttributeError:
-            known = False
-        if not known:
+        if not self._known_to_fit(keys, values):
             self._check_fit(keys, values)
         batch, _, n_tokens, _ = keys.shape
         if n_tokens == 0:

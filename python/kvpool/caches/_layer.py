@@ -190,6 +190,13 @@ class PooledLayerCache:
         self._lease.undo(self._rows)
         self._cut(self._lease.rows)
 
+    def _known_to_fit(self, keys: Any, values: Any) -> bool:
+        """Whether arrays of these shapes came before: most calls need no other check."""
+        try:
+            return (keys.shape, values.shape) == self._fitting
+        except AttributeError:
+            return False
+
     def _append(self, batch: int, n_tokens: int) -> int:
         """Charges the pool for more tokens; returns what ``LayerLease.append`` does but -1."""
         while True:
@@ -197,6 +204,7 @@ class PooledLayerCache:
                 start = self._lease.append(batch, n_tokens, self._rows)
             except BlockPoolExhaustedError:
                 if not self._lease.fits_tightened(batch, n_tokens):
+                    self._settle()  # another request of this owner took what was reserved
                     raise
                 self._group.tighten()
             else:

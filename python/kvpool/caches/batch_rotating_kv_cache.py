@@ -97,7 +97,7 @@ class PoolBackedBatchRotatingKVCache(BatchLayerCache, PoolBackedRotatingKVCache)
             RuntimeError: A single token while the sequences are padded on the right: ``finalize``
                 first.
         """
-        if (keys.shape, values.shape) != self._fitting:
+        if not self._known_to_fit(keys, values):
             self._check_fit(keys, values)
         batch, _, n_tokens, _ = keys.shape
         if n_tokens > 1:

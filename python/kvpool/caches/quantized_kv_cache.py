@@ -87,10 +87,11 @@ class PoolBackedQuantizedKVCache(LinearLayerCache, QuantizedKVCache):
 
         Takes and raises what ``PoolBackedKVCache.update_and_fetch`` does.
         """
-        if (keys.shape, values.shape) != self._fitting:
+        known = self._known_to_fit(keys, values)
+        if not known:
             self._check_new(keys, values)
         new_keys, new_values = self._quantize(keys), self._quantize(values)
-        if (keys.shape, values.shape) != self._fitting:
+        if not known:
             self._check_fit("keys", new_keys, self._keys)
             self._check_fit("values", new_values, self._values)
             self._fitting = keys.shape, values.shape

@@ -93,7 +93,7 @@ class PoolBackedRotatingKVCache(PooledLayerCache):
 
         Takes and raises what ``PoolBackedKVCache.update_and_fetch`` does.
         """
-        if (keys.shape, values.shape) != self._fitting:
+        if not self._known_to_fit(keys, values):
             self._check_fit(keys, values)
         batch, _, n_tokens, _ = keys.shape
         if n_tokens == 0:
@@ -106,7 +106,7 @@ class PoolBackedRotatingKVCache(PooledLayerCache):
         ranges = self._ranges()
         self._append(batch, n_tokens)
         rows, at = lease.rows, lease.index - n_tokens
-        fresh = self._keys is None
+        remade = n_tokens > 1 or rows > self._rows
         if n_tokens > 1:
             ranges = _without_oldest(ranges, self.keep, rows - n_tokens)
             grown = [
@@ -122,7 +122,7 @@ class PoolBackedRotatingKVCache(PooledLayerCache):
             self._keys[:, :, at : at + 1] = keys
             self._values[:, :, at : at + 1] = values
         lease.commit()
-        if fresh:
+        if remade:
             self._tag(lease)
         return self.keys_and_values()
 

@@ -141,6 +141,21 @@ def test_a_request_that_does_not_fit_leaves_the_pool_to_others():
     check(small + large)
 
 
+def test_requests_of_one_owner_that_take_each_others_reservation_still_move_whole_or_not_at_all():
+    pool = make_pool(n_blocks=2 * 3)
+    first, second = build(pool, n_layers=2), build(pool, n_layers=2)
+    data = mx.zeros((1, 1, 4, 4))
+    first[0].update_and_fetch(data, data)
+    second[0].update_and_fetch(data, data)
+    first[1].update_and_fetch(data, data)
+    with pytest.raises(BlockPoolExhaustedError):
+        second[1].update_and_fetch(data, data)
+    assert offsets(first + second) == [4, 4, 0, 0]
+    assert pool.stats.blocks_in_use() == 4
+    check(first)
+    check(second)
+
+
 def test_a_reservation_made_for_the_owner_is_drawn_on():
     pool = make_pool(n_blocks=2 * 3 * 8)
     pool.reserve(1, 4 * 8, layers=3)

@@ -129,6 +129,12 @@ def test_a_state_of_another_window_is_refused():
     assert cache.empty()
 
 
+def test_what_is_no_array_is_refused():
+    cache = PoolBackedRotatingKVCache(make_pool(), 8)
+    with pytest.raises(TypeError, match="keys must be an mx"):
+        cache.update_and_fetch([1], [2])
+
+
 def test_rings_are_not_quantised():
     with pytest.raises(NotImplementedError):
         PoolBackedRotatingKVCache(make_pool(), 8).to_quantized()

@@ -116,8 +116,16 @@ TEST(BufferGrowth, undoing_a_ring_step_leaves_what_the_next_token_sees) {
   // A chunk of 3 pushed out the oldest token of eight: its row is the next one to be written.
   const BufferShape chunk = growth.after(full, 3, 0);
   EXPECT_EQ(growth.undone(full, chunk, chunk.rows, true), (BufferShape{8, 8, 7}));
+  EXPECT_EQ(growth.undone({4, 4, 4}, {5, 8, 5}, 8, true), (BufferShape{4, 4, 4}));
   const BufferShape early = growth.after({2, 2, 2}, 3, 0);
   EXPECT_EQ(growth.undone({2, 2, 2}, early, early.rows, true), (BufferShape{2, 2, 2}));
+}
+
+TEST(BufferGrowth, undoing_a_linear_step_gives_back_what_it_grew_by) {
+  const auto growth = BufferGrowth::exact(4);
+  EXPECT_EQ(growth.undone({4, 4, 4}, {5, 8, 5}, 8, true), (BufferShape{4, 4, 4}));
+  EXPECT_EQ(growth.undone({4, 4, 4}, {5, 8, 5}, 4, false), (BufferShape{4, 4, 4}));
+  EXPECT_EQ(growth.undone({3, 4, 3}, {4, 4, 4}, 4, true), (BufferShape{3, 4, 3}));
 }
 
 TEST(BufferGrowth, sizes_out_of_range_are_refused) {
