@@ -30,3 +30,11 @@ def test_greedy_decoding_past_the_window_is_identical(gemma3, gemma3_prompt, gem
     pool.check_invariants()
 
     assert tokens == gemma3_stock.result()
+
+
+def test_it_continues_sensibly(gemma3):
+    model, tokenizer = gemma3
+    prompt = tokenizer.encode("One, two, three, four,")
+    pool = BlockPoolAllocator(PoolConfig.for_model(model, max_tokens=len(prompt) + 6))
+    caches = build_pooled_caches(model, pool, owner=1)
+    assert tokenizer.decode(decode(model, prompt, 6, caches)) == " five, six, seven,"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import mlx.core as mx
 import mlx_lm
 import pytest
@@ -83,6 +85,32 @@ def test_speculative_decoding_as_its_own_draft(smollm2, smollm2_prompt, smollm2_
     assert any(from_draft for _, from_draft in made)
     for owner in (1, 2):
         pool.free_all(owner)
+    check_returned(pool)
+
+
+def test_a_batch_of_requests_of_unequal_length(smollm2, smollm2_prompt):
+    """Stock batches are the reference: padding rounds otherwise than a request alone."""
+    model, tokenizer = smollm2
+    prompts = [smollm2_prompt[:20], smollm2_prompt[:11], smollm2_prompt[3:8]]
+    wanted = [4, 7, 2]
+    longest = max(len(prompt) + n for prompt, n in zip(prompts, wanted, strict=True))
+    pool = pool_for(model, longest, n_sequences=2 * len(prompts))
+
+    def batch(caches):
+        return mlx_lm.batch_generate(
+            model,
+            tokenizer,
+            prompts,
+            prompt_caches=caches,
+            max_tokens=wanted,
+            return_token_ids=True,
+        ).token_ids
+
+    stock = batch(None)
+    assert [len(tokens) for tokens in stock] == wanted
+    assert batch([build_pooled_caches(model, pool, owner) for owner in (1, 2, 3)]) == stock
+    assert pool.stats.peak_blocks_in_use > 0
+    gc.collect()
     check_returned(pool)
 
 
