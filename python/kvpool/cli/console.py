@@ -1,4 +1,4 @@
-"""Tables and progress: drawn on a terminal, plain lines anywhere else."""
+"""Reports and progress: drawn on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import TextIO
 
 from kvpool.models.download import Progress
 
-__all__ = ["count", "megabytes", "note", "print_table", "progress_bar"]
+__all__ = ["Section", "count", "megabytes", "note", "print_report", "progress_bar"]
+
+Section = tuple[str, Sequence[tuple[str, str]]]
+"""A title and its label and value pairs."""
 
 
 def note(message: str) -> None:
@@ -18,30 +21,30 @@ def note(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
-    """Prints label and value pairs on standard output."""
-    if _draws_on(sys.stdout):
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(
-            title=title,
-            title_justify="left",
-            title_style="bold",
-            show_header=False,
-            box=box.ROUNDED,
-        )
-        table.add_column(style="cyan", no_wrap=True)
-        table.add_column(overflow="fold")
-        for label, value in rows:
-            table.add_row(label, value)
-        Console(highlight=False, markup=False).print(table)
+def print_report(sections: Sequence[Section]) -> None:
+    """Prints sections of label and value pairs on standard output."""
+    width = max(len(label) for _, rows in sections for label, _ in rows)
+    if not _draws_on(sys.stdout):
+        for title, rows in sections:
+            print(title)
+            for label, value in rows:
+                print(f"  {label:<{width}}  {value}")
         return
-    width = max(len(label) for label, _ in rows)
-    print(title)
-    for label, value in rows:
-        print(f"  {label:<{width}}  {value}")
+
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    for title, rows in sections:
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="cyan", no_wrap=True, min_width=width)
+        grid.add_column(overflow="fold")
+        for label, value in rows:
+            grid.add_row(Text(label), Text(value))
+        console.print(Text(title, style="bold"))
+        console.print(Padding(grid, (0, 0, 0, 2)))
 
 
 @contextlib.contextmanager

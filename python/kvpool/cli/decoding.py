@@ -90,14 +90,16 @@ class Comparison:
 
     Attributes:
         differs_at: Index of the first token that differs; None where all are the same.
-        speed_ratio: The first request's speed over the second's, the median over the segments;
-            None where there was no whole segment.
-        n_segments: Segments of each that the ratio comes from.
+        speed_ratios: The first request's speed over the second's in each pair of whole segments.
     """
 
     differs_at: int | None
-    speed_ratio: float | None
-    n_segments: int
+    speed_ratios: tuple[float, ...]
+
+    @property
+    def speed_spread(self) -> tuple[float, float, float]:
+        """The lowest, the median and the highest of ``speed_ratios``, which are not empty."""
+        return min(self.speed_ratios), median(self.speed_ratios), max(self.speed_ratios)
 
 
 def compare(first: Request, second: Request, tick: Callable[[int], None]) -> Comparison:
@@ -122,8 +124,7 @@ def compare(first: Request, second: Request, tick: Callable[[int], None]) -> Com
         tick(min(len(first.tokens), len(second.tokens)))
     return Comparison(
         differs_at=_first_difference(first.tokens, second.tokens),
-        speed_ratio=median(ratios) if ratios else None,
-        n_segments=len(ratios),
+        speed_ratios=tuple(ratios),
     )
 
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from typing import Any
 
 from kvpool import models
 from kvpool.cli.arguments import positive, temperature
-from kvpool.cli.console import note, print_table, progress_bar
+from kvpool.cli.console import note, print_report, progress_bar
 from kvpool.cli.decoding import Comparison, Request, compare
 from kvpool.cli.errors import EXHAUSTED, TOKENS_DIFFER, USAGE, CommandError
 from kvpool.cli.loading import encode, load
 from kvpool.cli.report import (
-    comparison_rows,
+    comparison_section,
     exhausted,
     headline,
-    request_rows,
-    reuse_row,
+    request_sections,
     write_metrics,
 )
 from kvpool.core.exceptions import BlockPoolExhaustedError
@@ -57,6 +57,12 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
     parser.add_argument(
+        "--fp32",
+        action="store_true",
+        help="run the model in fp32, its quantised weights dequantised: more memory, but several "
+        "times faster on a CPU with OpenBLAS",
+    )
+    parser.add_argument(
         "--temp", type=temperature, default=0.0, help="temperature (default: 0, greedy)"
     )
     parser.add_argument("--seed", type=int, help="of the sampling")
@@ -95,7 +101,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.compare_stock and arguments.temp > 0:
         raise CommandError("--compare-stock compares greedy decoding: leave --temp out", USAGE)
-    model, tokenizer = load(arguments.model)
+    model, tokenizer = load(arguments.model, fp32=arguments.fp32)
     prompt = encode(tokenizer, arguments.prompt, raw=arguments.raw)
     pool = _make_pool(arguments, model, len(prompt))
     owner = pool.new_owner() if arguments.owner is None else arguments.owner
@@ -104,7 +110,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return Request(model, tokenizer, prompt, cache, arguments.max_tokens, sampler)
 
     if not arguments.quiet:
-        note(headline(arguments.model))
+        shortened = textwrap.shorten(arguments.prompt, 300, placeholder=" ...")
+        note(f"{headline(arguments.model, pool)}\n\n> {shortened}\n")
     shown = request(_pooled_caches(model, pool, owner), _sampler(arguments))
     try:
         _stream(shown, pool)
@@ -114,7 +121,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.metrics:
             write_metrics(arguments.metrics, pool.stats.snapshot())
         _release(shown)
-    rows = request_rows(shown, stats, n_bytes, pool)
+    sections = request_sections(shown, stats, n_bytes, pool)
 
     code = 0
     if arguments.compare_stock:
@@ -122,12 +129,12 @@ def _run(arguments: argparse.Namespace) -> int:
         stock = request(_stock_caches(model))
         before = pool.stats.snapshot()
         result = _compare(pooled, stock, len(shown.tokens))
-        rows.append(reuse_row(before, pool.stats.snapshot()))
-        rows += comparison_rows(result, pooled, stock)
+        after = pool.stats.snapshot()
+        sections.append(comparison_section(result, pooled, stock, before, after))
         code = 0 if result.differs_at is None else TOKENS_DIFFER
     if not arguments.quiet:
         print()
-        print_table("The request and its pool", rows)
+        print_report(sections)
     return code
 
 
@@ -145,7 +152,8 @@ def _stream(request: Request, pool: BlockPoolAllocator) -> None:
 
 def _compare(pooled: Request, stock: Request, n_tokens: int) -> Comparison:
     try:
-        with progress_bar("again, in turns with mlx-lm's own cache", unit="tokens") as progress:
+        with progress_bar("again, next to mlx-lm's own cache", unit="tokens") as progress:
+            progress("reading the prompt", 0, n_tokens)
             return compare(pooled, stock, lambda done: progress("decoding", done, n_tokens))
     finally:
         # Each generation has entered a stream of MLX: the one entered last is left first.

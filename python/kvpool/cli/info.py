@@ -10,7 +10,7 @@ from typing import Any
 
 from kvpool import __version__, models
 from kvpool.cli.blas import blas_in_use
-from kvpool.cli.console import print_table
+from kvpool.cli.console import print_report
 
 __all__ = ["add_parser", "collect"]
 
@@ -56,7 +56,7 @@ def _run(arguments: argparse.Namespace) -> int:
     mlx_rows = [("mlx", mlx["version"] or "not installed"), ("backend", mlx["backend"] or "none")]
     rows[4:4] = mlx_rows
     rows += [(f"model {name}", where or "not fetched") for name, where in prepared.items()]
-    print_table("kvpool info", rows)
+    print_report([("kvpool info", rows)])
     return 0
 
 

@@ -14,8 +14,16 @@ from kvpool.cli.model import fetch_with_progress
 __all__ = ["encode", "load"]
 
 
-def load(name: str) -> tuple[Any, Any]:
-    """The model and tokenizer of a known name, a folder or a hub id."""
+def load(name: str, *, fp32: bool = False) -> tuple[Any, Any]:
+    """The model and tokenizer of a known name, a folder or a hub id.
+
+    Args:
+        name: Which model; a known one is fetched if it is not there.
+        fp32: Dequantise its weights and run it in fp32.
+
+    Raises:
+        CommandError: mlx-lm is not installed, there is no such model or it does not load.
+    """
     # transformers advises on its own set-up while it is imported, which concerns nobody here.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
@@ -40,7 +48,18 @@ def load(name: str) -> tuple[Any, Any]:
     except Exception as error:
         reason = " ".join(str(error).split())
         raise CommandError(f"cannot load {name}: {type(error).__name__}: {reason}") from error
+    if fp32:
+        _widen(model)
     return model, tokenizer
+
+
+def _widen(model: Any) -> None:
+    import mlx.core as mx
+    from mlx_lm.utils import dequantize_model
+
+    dequantize_model(model)
+    model.set_dtype(mx.float32)
+    mx.eval(model.parameters())
 
 
 def encode(tokenizer: Any, text: str, *, raw: bool) -> list[int]:

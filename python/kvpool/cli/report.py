@@ -7,79 +7,93 @@ from pathlib import Path
 
 from kvpool import models
 from kvpool.cli.blas import blas_in_use
-from kvpool.cli.console import count
+from kvpool.cli.console import Section, count, megabytes
 from kvpool.cli.decoding import SEGMENT_TOKENS, Comparison, Request
 from kvpool.cli.errors import CommandError
 from kvpool.memory import AllocationStats, BlockPoolAllocator, PoolConfig
 
 __all__ = [
-    "comparison_rows",
+    "comparison_section",
     "exhausted",
     "headline",
-    "request_rows",
-    "reuse_row",
+    "request_sections",
     "write_metrics",
 ]
 
 METRICS_PREFIX = "kvpool_block_pool"
 
-Row = tuple[str, str]
 
-
-def headline(model_name: str) -> str:
-    """Which model runs where."""
+def headline(model_name: str, pool: BlockPoolAllocator) -> str:
+    """Which model runs where, over which pool."""
     import mlx.core as mx
 
-    title = (
-        models.KNOWN_MODELS[model_name].title if model_name in models.KNOWN_MODELS else model_name
+    spec = models.KNOWN_MODELS.get(model_name)
+    device = "GPU" if mx.default_device().type == mx.DeviceType.gpu else "CPU"
+    blas = f" (BLAS: {' '.join(blas_in_use().split()[:2])})" if device == "CPU" else ""
+    return (
+        f"model: {spec.title if spec else model_name}, on the {device}{blas}\n"
+        f"pool:  {count(pool.stats.n_blocks, 'block')} of {count(pool.config.block_size, 'token')}"
     )
-    if mx.default_device().type == mx.DeviceType.gpu:
-        return f"{title} on the GPU"
-    blas = " ".join(blas_in_use().split()[:2])
-    return f"{title} on the CPU (BLAS: {blas})"
 
 
-def request_rows(
+def request_sections(
     request: Request, stats: AllocationStats, n_bytes: int, pool: BlockPoolAllocator
-) -> list[Row]:
+) -> list[Section]:
     """The request as it was before its release, when ``stats`` was taken."""
     in_use = stats.blocks_in_use()
     slots = in_use * pool.config.block_size
-    prompt, generated = count(len(request.prompt), "token"), count(len(request.tokens), "token")
+    prompt, answer = count(len(request.prompt), "token"), count(len(request.tokens), "token")
     return [
-        ("prompt", f"{prompt}, {request.prompt_speed:.1f} a second"),
-        ("generated", f"{generated}, {request.decode_speed:.2f} a second"),
-        ("blocks in use", f"{in_use:,} of {stats.n_blocks:,}, peak {stats.peak_blocks_in_use:,}"),
-        ("bytes held", f"{n_bytes:,}"),
-        ("fragmentation", f"{stats.fragmentation():.1%} of the blocks are partly filled"),
-        ("unused slots", f"{stats.unused_slots():,} of {slots:,}"),
-        ("reuse", f"{stats.n_reused:,} of {count(stats.n_allocations, 'block')} handed out"),
-        ("after its release", f"{count(pool.stats.blocks_in_use(), 'block')} in use"),
+        (
+            "The request",
+            [
+                ("prompt", f"{prompt}, {request.prompt_speed:.1f} a second"),
+                ("answer", f"{answer}, {request.decode_speed:.2f} a second"),
+            ],
+        ),
+        (
+            "Its blocks",
+            [
+                ("in use", f"{in_use:,} of {stats.n_blocks:,}, peak {stats.peak_blocks_in_use:,}"),
+                ("bytes held", megabytes(n_bytes)),
+                ("unused slots", f"{stats.unused_slots():,} of {slots:,}"),
+                ("fragmentation", f"{stats.fragmentation():.1%} of the blocks are partly filled"),
+                ("reused", f"{stats.n_reused:,} of {stats.n_allocations:,} handed out"),
+                ("after the release", f"{pool.stats.blocks_in_use():,} in use"),
+            ],
+        ),
     ]
 
 
-def reuse_row(before: AllocationStats, after: AllocationStats) -> Row:
-    """What a second request took over from the first; the counters before and after it."""
-    taken = after.n_allocations - before.n_allocations
-    reused = after.n_reused - before.n_reused
-    return ("a second request", f"reused {reused:,} of its {count(taken, 'block')}")
-
-
-def comparison_rows(result: Comparison, pooled: Request, stock: Request) -> list[Row]:
+def comparison_section(
+    result: Comparison,
+    pooled: Request,
+    stock: Request,
+    before: AllocationStats,
+    after: AllocationStats,
+) -> Section:
+    """The second request next to mlx-lm's own cache; the pool's stats before and after it."""
     if result.differs_at is None:
         tokens = f"identical, all {len(stock.tokens):,}"
     else:
         tokens = f"they differ from token {result.differs_at + 1:,} on"
-    speeds = f"pool {pooled.decode_speed:.2f}, mlx-lm {stock.decode_speed:.2f}"
-    if result.speed_ratio is None:
-        ratio = f"not measured: fewer than {SEGMENT_TOKENS} tokens"
+    if result.speed_ratios:
+        low, middle, high = result.speed_spread
+        segments = count(len(result.speed_ratios), "segment")
+        ratio = f"{middle:.2f} (median; {low:.2f} to {high:.2f} in {segments} in turns)"
     else:
-        ratio = f"{result.speed_ratio:.3f}, median of {result.n_segments} segments in turns"
-    return [
-        ("tokens, pool and mlx-lm", tokens),
-        ("tokens a second", speeds),
-        ("speed, pool / mlx-lm", ratio),
-    ]
+        ratio = f"not measured: fewer than {SEGMENT_TOKENS} tokens after the first"
+    taken = after.n_allocations - before.n_allocations
+    return (
+        "The same prompt again, next to mlx-lm's own cache",
+        [
+            ("tokens", tokens),
+            ("a second, pool", f"{pooled.decode_speed:.2f} tokens"),
+            ("a second, mlx-lm", f"{stock.decode_speed:.2f} tokens"),
+            ("speed, pool / mlx-lm", ratio),
+            ("blocks reused", f"{after.n_reused - before.n_reused:,} of {taken:,} handed out"),
+        ],
+    )
 
 
 def exhausted(request: Request, pool: BlockPoolAllocator) -> str:

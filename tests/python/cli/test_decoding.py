@@ -49,14 +49,14 @@ def test_a_shorter_answer_differs_at_its_end():
 def test_the_ratio_is_of_speeds_not_of_times():
     n_tokens = 1 + 3 * SEGMENT_TOKENS
     result, _, _ = compared([4] * n_tokens, [4] * n_tokens, left_seconds=1.0, right_seconds=4.0)
-    assert result.speed_ratio == 4.0
-    assert result.n_segments == 3
+    assert result.speed_ratios == (4.0, 4.0, 4.0)
+    assert result.speed_spread == (4.0, 4.0, 4.0)
 
 
 def test_a_segment_cut_short_does_not_count():
     n_tokens = 1 + SEGMENT_TOKENS + 2
-    assert compared([4] * n_tokens, [4] * n_tokens)[0].n_segments == 1
-    assert compared([4] * 3, [4] * 3)[0].speed_ratio is None
+    assert compared([4] * n_tokens, [4] * n_tokens)[0].speed_ratios == (1.0,)
+    assert compared([4] * 3, [4] * 3)[0].speed_ratios == ()
 
 
 def test_the_two_take_turns_in_going_first():
