@@ -147,9 +147,8 @@ int set_field(PyObject* self, PyObject* value, void* closure) {
   auto set = [&] {
     if (value == nullptr) refuse(PyExc_AttributeError, "Block", "%s cannot be deleted", name);
     if (block.pool == nullptr) {
-      PyObject* old = block.detached->fields[field];
-      block.detached->fields[field] = checked_field(field, value);
-      Py_DECREF(old);
+      PyObject* checked = checked_field(field, value);  // may run code that sets this very field
+      Py_SETREF(block.detached->fields[field], checked);
       return 0;
     }
     PoolObject& pool = pool_object(block.pool);

@@ -59,6 +59,22 @@ def test_made_by_hand_checks_types(name: str, wrong: object) -> None:
         setattr(Block(1), name, wrong)
 
 
+def test_a_number_that_sets_the_field_it_is_for() -> None:
+    """Each value must be dropped once, or the next use of its memory shows another object."""
+
+    class Index:
+        def __index__(self) -> int:
+            block.n_used = 2**60 + 1
+            return 2**60 + 2
+
+    block = Block(1, n_used=2**60)
+    for _ in range(100):
+        block.n_used = Index()
+        assert block.n_used == 2**60 + 2
+    references = sys.getrefcount(block.n_used)
+    assert references == 2  # the block's own and the call's
+
+
 def test_wrong_constructor_arguments() -> None:
     with pytest.raises(TypeError, match="block_id"):
         Block()
