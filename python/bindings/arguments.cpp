@@ -24,6 +24,10 @@ std::int64_t int_argument(const char* call, const char* name, PyObject* value) {
     refuse(PyExc_TypeError, call, "%s must be an int, got %R", name, value);
   } else {
     number = PyNumber_Index(value);
+    if (number == nullptr && PyErr_ExceptionMatches(PyExc_TypeError)) {  // an array of floats, say
+      PyErr_Clear();
+      refuse(PyExc_TypeError, call, "%s must be an int, got %R", name, value);
+    }
     if (number == nullptr) throw PythonErrorSet{};
   }
   int overflow = 0;

@@ -181,6 +181,8 @@ struct StatsReader {
 }  // namespace
 
 void bind_block_pool(nb::module_& m) {
+  m.attr("MAX_BLOCK_SIZE") = core::PoolConfig::kMaxBlockSize;
+  m.attr("MAX_BLOCKS") = core::PoolConfig::kMaxBlocks;
   m.def(
       "to_prometheus",
       [](const Row& counters, std::string_view prefix) {

@@ -64,13 +64,14 @@ nb::object writable(StorageObject& self, nb::handle block) {
 }  // namespace
 
 void bind_block_storage(nb::module_& m) {
+  m.attr("MAX_ROW_WIDTH") = storage::BlockStorage::kMaxRowWidth;
   nb::class_<StorageObject>(m, "BlockStorage",
                             "The bytes of a pool's blocks; MLXBlockStorage is its public face.")
       .def(
           "__init__",
           [](StorageObject* self, nb::handle pool, std::int64_t row_width, bool scrub_on_free,
              std::size_t idle_limit_bytes) {
-            new (self) StorageObject(pool_object(pool.ptr()), row_width,
+            new (self) StorageObject(pool_argument("MLXBlockStorage", pool.ptr()), row_width,
                                      {scrub_on_free, idle_limit_bytes});
           },
           "pool"_a, "row_width"_a, nb::kw_only(), "scrub_on_free"_a = false,

@@ -2,8 +2,10 @@
 #include <nanobind/stl/string_view.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <string_view>
 
+#include "arguments.h"
 #include "bindings.h"
 #include "kvpool/formats/format.h"
 #include "kvpool/kernels/simd_target.h"
@@ -11,6 +13,25 @@
 namespace nb = nanobind;
 
 namespace kvpool::bindings {
+namespace {
+
+// Throws nanobind::python_error.
+std::size_t row_width(nb::handle width) {
+  constexpr const char* kCall = "Format::row_bytes";
+  constexpr std::int64_t kMost = std::int64_t{1} << 48;  // whose bytes do not overflow
+  try {
+    const std::int64_t number = int_argument(kCall, "width", width.ptr());
+    if (number < 0 || number > kMost) {
+      refuse(PyExc_ValueError, kCall, "width must be in 0..%lld, got %R",
+             static_cast<long long>(kMost), width.ptr());
+    }
+    return static_cast<std::size_t>(number);
+  } catch (const PythonErrorSet&) {
+    throw nb::python_error();
+  }
+}
+
+}  // namespace
 
 void bind_formats(nb::module_& m) {
   using formats::FormatTraits;
@@ -30,10 +51,11 @@ void bind_formats(nb::module_& m) {
           "The largest code, None for a float format.", nb::sig("def max_code(self) -> int | None"))
       .def(
           "row_bytes",
-          [](const FormatTraits& self, std::size_t width) {
-            return formats::row_bytes(self.format, width);
+          [](const FormatTraits& self, nb::handle width) {
+            return formats::row_bytes(self.format, row_width(width));
           },
-          nb::arg("width"), "Bytes of a row of `width` numbers, the last one filled up.")
+          nb::arg("width"), "Bytes of a row of `width` numbers, the last one filled up.",
+          nb::sig("def row_bytes(self, width: int) -> int"))
       .def("__repr__",
            [](const FormatTraits& self) { return nb::str("Format('{}')").format(self.name); });
   nb::list all;

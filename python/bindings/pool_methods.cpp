@@ -138,7 +138,7 @@ PyObject* allocate(PyObject* self, Arguments args, Py_ssize_t n_args, PyObject* 
     const core::Stream stream = stream_argument(pool, call, given[0]);
 
     const std::int64_t n = blocks_of_layers(*pool.pool, n_tokens, layers);
-    HandleBuffer buffer(pool.handle_memory, static_cast<std::size_t>(n));
+    HandleBuffer buffer(pool.handle_memory, static_cast<std::size_t>(n), pool.most_blocks);
     const auto handles = buffer.handles();
     if (const auto shortage =
             pool.pool->try_allocate(stream, n_tokens, owner, format, handles, layers)) {
@@ -167,7 +167,7 @@ PyObject* allocate_kv(PyObject* self, Arguments args, Py_ssize_t n_args, PyObjec
     if (n_tokens < 1) count_argument(call, "n_tokens", given[0], 1);
 
     const auto n = static_cast<std::size_t>(blocks_of_layers(*pool.pool, n_tokens, layers));
-    HandleBuffer buffer(pool.handle_memory, 2 * n);
+    HandleBuffer buffer(pool.handle_memory, 2 * n, pool.most_blocks);
     const auto keys = buffer.half(0);
     const auto values = buffer.half(1);
     if (const auto shortage = pool.pool->try_allocate_kv(n_tokens, owner, key_format, value_format,

@@ -1,5 +1,6 @@
 #include "pool_object.h"
 
+#include <algorithm>
 #include <new>
 #include <string>
 #include <string_view>
@@ -21,7 +22,11 @@ core::FormatTag FormatStrings::tag(core::BlockPoolAllocator& pool, const char* c
   if (!PyUnicode_Check(name)) refuse(PyExc_TypeError, call, "format must be a str, got %R", name);
   Py_ssize_t size = 0;
   const char* text = PyUnicode_AsUTF8AndSize(name, &size);
-  if (text == nullptr) throw PythonErrorSet{};
+  if (text == nullptr) {
+    if (!PyErr_ExceptionMatches(PyExc_UnicodeEncodeError)) throw PythonErrorSet{};
+    PyErr_Clear();
+    refuse(PyExc_ValueError, call, "format must be encodable text, got %R", name);
+  }
   const core::FormatTag tag = pool.intern_format({text, static_cast<std::size_t>(size)});
   if (PyUnicode_CheckExact(name)) remember(tag, name);
   return tag;
@@ -44,14 +49,13 @@ void FormatStrings::remember(core::FormatTag tag, PyObject* name) {
   if (strings_[index] == nullptr) strings_[index] = Py_NewRef(name);
 }
 
-HandleBuffer::HandleBuffer(HandleMemory& memory, std::size_t n) : memory_(memory), n_(n) {
+HandleBuffer::HandleBuffer(HandleMemory& memory, std::size_t n, std::size_t most)
+    : memory_(memory), n_(n) {
   if (n <= kSmall) {
     data_ = reinterpret_cast<core::BlockHandle*>(small_);
     return;
   }
-  // The pool refuses such a number before it writes a handle.
-  constexpr std::size_t kBeyondAnyPool = std::size_t{1} << 32;
-  if (n >= kBeyondAnyPool) {
+  if (n > most) {
     data_ = nullptr;
     return;
   }
@@ -76,9 +80,29 @@ HandleBuffer::~HandleBuffer() {
   memory_.capacity_ = capacity_;
 }
 
+namespace {
+
+std::size_t most_blocks_of(const core::PoolConfig& config) {
+  constexpr std::int64_t kMost = core::PoolConfig::kMaxBlocks;
+  return static_cast<std::size_t>(config.grow_on_exhaustion
+                                      ? std::min(kMost, config.max_blocks.value_or(kMost))
+                                      : config.n_blocks);
+}
+
+}  // namespace
+
 PoolObject::PoolObject(const core::PoolConfig& config)
     : pool(std::make_shared<core::BlockPoolAllocator>(config)),
       id(pool->pool_id()),
+      most_blocks(most_blocks_of(config)),
       separate_kv(config.separate_kv) {}
+
+PoolObject& pool_argument(const char* call, PyObject* pool) {
+  if (!nanobind::isinstance<PoolObject>(nanobind::handle(pool))) {
+    PyErr_Format(PyExc_TypeError, "[%s] pool must be a BlockPoolAllocator, got %R", call, pool);
+    throw nanobind::python_error();
+  }
+  return pool_object(pool);
+}
 
 }  // namespace kvpool::bindings

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <limits>
 #include <memory>
 #include <span>
 #include <vector>
@@ -50,13 +51,15 @@ class HandleMemory {
   std::size_t capacity_ = 0;
 };
 
-/// Uninitialised room for the handles of one call; none where no pool can have so many blocks.
+/// Uninitialised room for the handles of one call; none where that asks for more than `most`.
 /// Takes `memory` away for its lifetime, so that a call made from Python code that runs meanwhile
 /// gets memory of its own.
 class HandleBuffer {
  public:
+  /// `n` above `most` is a request that the pool refuses before it writes a handle.
   /// Throws std::bad_alloc.
-  HandleBuffer(HandleMemory& memory, std::size_t n);
+  HandleBuffer(HandleMemory& memory, std::size_t n,
+               std::size_t most = std::numeric_limits<std::size_t>::max());
   ~HandleBuffer();
   HandleBuffer(const HandleBuffer&) = delete;
   HandleBuffer& operator=(const HandleBuffer&) = delete;
@@ -84,13 +87,14 @@ struct PoolObject {
 
   std::shared_ptr<core::BlockPoolAllocator> pool;
   std::uint64_t id;
+  std::size_t most_blocks;  // that can ever be checked out at a time
   bool separate_kv;
   FormatStrings formats;
   HandleMemory handle_memory;
 };
 
-/// The PoolObject behind `self`, an instance of the bound type. Throws PythonErrorSet where a
-/// subclass has not called __init__.
+/// The PoolObject behind `self`, an instance of the bound type. Throws nanobind::python_error where
+/// a subclass has not called __init__.
 inline PoolObject& pool_object(PyObject* self) {
   if (!nanobind::inst_ready(self)) [[unlikely]] {
     PyErr_SetString(PyExc_RuntimeError, "[BlockPoolAllocator] __init__ was not called");
@@ -98,5 +102,9 @@ inline PoolObject& pool_object(PyObject* self) {
   }
   return *nanobind::inst_ptr<PoolObject>(self);
 }
+
+/// The PoolObject behind an argument that may be anything: what claims to be a pool for isinstance
+/// (a mock, a proxy) need not be one. Throws nanobind::python_error.
+PoolObject& pool_argument(const char* call, PyObject* pool);
 
 }  // namespace kvpool::bindings

@@ -20,7 +20,7 @@ using cache::StreamLease;
 void construct(StreamLease* self, nb::handle pool, nb::handle owner, nb::handle format) {
   constexpr const char* kCall = "PooledKVCache";
   try {
-    PoolObject& of = pool_object(pool.ptr());
+    PoolObject& of = pool_argument(kCall, pool.ptr());
     const OwnerId id = int_argument(kCall, "owner", owner.ptr());
     new (self) StreamLease(of.pool, id, of.formats.tag(*of.pool, kCall, format.ptr()));
   } catch (const PythonErrorSet&) {

@@ -39,8 +39,8 @@ def _bfloat16_bits(value: Any) -> Array:
 def stored_numbers(call: str, name: str, value: Any) -> tuple[Array, bool]:
     """``value`` as a numpy array of real numbers, and whether its uint16s are bits of bfloat16s.
 
-    Nothing is rounded: each dtype stays as it is. Raises TypeError for what is no array of real
-    numbers.
+    Nothing but a long double is rounded: each dtype stays as it is, in the machine's byte order.
+    Raises TypeError for what is no array of real numbers.
     """
     if _is_bfloat16(value):
         return _bfloat16_bits(value), True
@@ -50,12 +50,17 @@ def stored_numbers(call: str, name: str, value: Any) -> tuple[Array, bool]:
         raise ValueError(f"[{call}] {name} must be rows of equal length: {error}") from None
     if array.dtype.kind not in "fiub":
         raise TypeError(f"[{call}] {name} must be real numbers, got dtype {array.dtype}")
-    return array.astype(np.uint8) if array.dtype.kind == "b" else array, False
+    dtype = array.dtype.newbyteorder("=")
+    if dtype.kind == "b":
+        dtype = np.dtype(np.uint8)
+    elif dtype.itemsize > 8:  # long doubles
+        dtype = np.dtype(np.float64)
+    return array.astype(dtype, copy=False), False
 
 
 def float32_numbers(call: str, name: str, value: Any) -> npt.NDArray[np.float32]:
     """``value`` as contiguous float32 numbers; errors as ``stored_numbers``."""
-    if type(value) is np.ndarray and value.dtype.type is np.float32:  # the common case, at once
+    if type(value) is np.ndarray and value.dtype == np.float32:  # the common case, at once
         return np.ascontiguousarray(value)
     array, bfloat16 = stored_numbers(call, name, value)
     if bfloat16:

@@ -15,9 +15,9 @@ namespace kvpool::storage {
 BlockStorage::BlockStorage(core::BlockPoolAllocator& pool, std::int64_t row_width,
                            StorageOptions options)
     : pool_(pool) {
-  if (row_width < 1) {
-    throw InvalidArgument("[BlockStorage] row_width must be >= 1, got " +
-                          std::to_string(row_width));
+  if (row_width < 1 || row_width > kMaxRowWidth) {
+    throw InvalidArgument("[BlockStorage] row_width must be in 1.." + std::to_string(kMaxRowWidth) +
+                          ", got " + std::to_string(row_width));
   }
   state_ = std::make_shared<State>(pool.pool_id(), pool.config().block_size, row_width, options);
   pool.add_observer(state_);

@@ -34,7 +34,10 @@ struct StorageOptions {
 /// rows.
 class BlockStorage {
  public:
-  /// `pool` outlives the storage.
+  /// So that no block's bytes overflow a size.
+  static constexpr std::int64_t kMaxRowWidth = std::int64_t{1} << 20;
+
+  /// `pool` outlives the storage. Throws InvalidArgument where row_width is not in 1..kMaxRowWidth.
   BlockStorage(core::BlockPoolAllocator& pool, std::int64_t row_width, StorageOptions options = {});
   ~BlockStorage();
   BlockStorage(const BlockStorage&) = delete;

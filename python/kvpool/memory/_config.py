@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import operator
+import sys
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
+
+from kvpool import _native
 
 if TYPE_CHECKING:
     from kvpool.memory._model_sizing import ModelSizing
@@ -12,13 +15,18 @@ if TYPE_CHECKING:
 DEFAULT_BLOCK_SIZE = 16
 
 
-def checked_int(where: str, name: str, value: object, least: int) -> int:
-    """``value`` through ``__index__``; refuses bool, float and what is below ``least``."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"[{where}] {name} must be an int, got {value!r}")
-    number = operator.index(value)
+def checked_int(where: str, name: str, value: object, least: int, most: int = sys.maxsize) -> int:
+    """``value`` through ``__index__``; refuses bool, float and what is not in least .. most."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"[{where}] {name} must be an int, got {value!r}") from None
     if number < least:
         raise ValueError(f"[{where}] {name} must be >= {least}, got {number}")
+    if number > most:
+        raise ValueError(f"[{where}] {name} must be <= {most}, got {number}")
     return number
 
 
@@ -70,8 +78,11 @@ class PoolConfig:
 
     def _check(self) -> None:
         ints = {
-            "block_size": checked_int("PoolConfig", "block_size", self.block_size, 1),
-            "n_blocks": checked_int("PoolConfig", "n_blocks", self.n_blocks, 1),
+            name: checked_int("PoolConfig", name, getattr(self, name), 1, most)
+            for name, most in (
+                ("block_size", _native.MAX_BLOCK_SIZE),
+                ("n_blocks", _native.MAX_BLOCKS),
+            )
         }
         for name in ("separate_kv", "grow_on_exhaustion"):
             if not isinstance(getattr(self, name), bool):

@@ -33,11 +33,11 @@ class MLXBlockStorage:
 
     Args:
         pool: The pool whose blocks are stored.
-        head_dim: Numbers in a row, >= 1.
+        head_dim: Numbers in a row, 1 to 2**20.
         scrub_on_free: Zero a block's bytes when it is freed, instead of before its next use.
 
     Raises:
-        ValueError: head_dim is < 1.
+        ValueError: head_dim is out of range.
         TypeError: head_dim is no int, or pool no BlockPoolAllocator.
     """
 
@@ -49,7 +49,9 @@ class MLXBlockStorage:
                 f"[MLXBlockStorage] pool must be a BlockPoolAllocator, got {type(pool).__name__}"
             )
         self._pool = pool
-        self._head_dim = checked_int("MLXBlockStorage", "head_dim", head_dim, 1)
+        self._head_dim = checked_int(
+            "MLXBlockStorage", "head_dim", head_dim, 1, _native.MAX_ROW_WIDTH
+        )
         self._native = _native.BlockStorage(pool, self._head_dim, scrub_on_free=bool(scrub_on_free))
 
     @property

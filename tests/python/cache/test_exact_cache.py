@@ -122,6 +122,12 @@ def test_constructor_arguments_are_checked(arguments, error, message):
         ExactKVCache(**{"head_dim": 4, **arguments})
 
 
+def test_arrays_of_another_byte_order_are_the_numbers_they_say():
+    cache = ExactKVCache(4, "fp32")
+    cache.append(np.ones(4, ">f4"), np.arange(4, dtype=">f8"))
+    assert cache.attend(np.ones(4, ">f4")).tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e6])
 def test_fault_F44_numbers_that_fp16_does_not_hold_are_refused(bad):
     cache = ExactKVCache(2, dtype="fp16")

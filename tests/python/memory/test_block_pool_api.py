@@ -180,6 +180,31 @@ def test_objects_with_an_index_become_ints() -> None:
     assert blocks[1].n_used == 3
 
 
+def test_what_only_looks_like_an_int_is_named() -> None:
+    """As an array of floats does: it has __index__, which raises."""
+
+    class Half:
+        def __index__(self) -> int:
+            raise TypeError("only whole numbers")
+
+    with pytest.raises(
+        TypeError, match=r"^\[BlockPoolAllocator::allocate\] n_tokens must be an int"
+    ):
+        make().allocate("k", Half(), 1)
+    with pytest.raises(TypeError, match=r"^\[PoolConfig\] n_blocks must be an int"):
+        PoolConfig(n_blocks=Half())
+
+
+def test_any_text_is_a_format() -> None:
+    pool = make()
+    for text in ("", "a\0b", "\N{GREEK SMALL LETTER ALPHA}" * 1000):
+        assert pool.allocate("k", 1, 1, text)[0].format == text
+    with pytest.raises(
+        ValueError, match=r"^\[BlockPoolAllocator::allocate\] format must be encodable"
+    ):
+        pool.allocate("k", 1, 1, "\ud800")
+
+
 def test_numpy_ints_become_ints() -> None:
     np = pytest.importorskip("numpy")
     pool = make()
@@ -326,7 +351,7 @@ def test_exhaustion_leaves_no_owner_behind() -> None:
     assert pickle.loads(pickle.dumps(error)).needed == 5
 
 
-@pytest.mark.parametrize("n_tokens", [10**6, 10**12, 2**63 - 1])
+@pytest.mark.parametrize("n_tokens", [10**6, 2**32, 10**12, 2**63 - 1])
 def test_absurd_requests_are_exhaustion(n_tokens: int) -> None:
     pool = make()
     with pytest.raises(BlockPoolExhaustedError):
@@ -336,6 +361,10 @@ def test_absurd_requests_are_exhaustion(n_tokens: int) -> None:
     with pytest.raises(BlockPoolExhaustedError):
         pool.reserve(1, n_tokens, layers=2**40)
     assert pool.stats.n_exhausted == 3
+    growing = make(grow_on_exhaustion=True, max_blocks=2**62)
+    with pytest.raises(BlockPoolExhaustedError):
+        growing.allocate("k", 2**33, 1)
+    assert growing.stats.n_blocks == growing.config.n_blocks
 
 
 def test_growth_mints_the_shortfall_with_new_ids() -> None:

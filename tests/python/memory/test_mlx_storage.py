@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import numpy as np
@@ -151,8 +152,16 @@ def test_values_of_another_shape_or_kind_are_refused(pool, storage, values, erro
     assert block.n_used == 0 and storage.resident_bytes() == 0
 
 
+@pytest.mark.parametrize("dtype", [">f4", ">f8", ">i4", np.longdouble, np.float16, np.uint64, bool])
+def test_numbers_of_any_real_dtype_and_byte_order_are_taken(pool, storage, dtype):
+    block = take(pool)
+    storage.write(block, 0, np.ones((1, HEAD_DIM), dtype))
+    assert storage.read(block).tolist() == [[1.0] * HEAD_DIM]
+
+
 @pytest.mark.parametrize(
-    ("offset", "error"), [(-1, ValueError), (4, ValueError), (1.0, TypeError), (True, TypeError)]
+    ("offset", "error"),
+    [(-1, ValueError), (4, ValueError), (2**70, ValueError), (1.0, TypeError), (True, TypeError)],
 )
 def test_offsets_out_of_range_are_refused(pool, storage, offset, error):
     with pytest.raises(error, match="offset must be"):
@@ -172,8 +181,13 @@ def test_constructor_arguments_are_checked(pool):
     for head_dim in (8.0, True, "8", None):
         with pytest.raises(TypeError, match="head_dim must be an int"):
             MLXBlockStorage(pool, head_dim)
+    for head_dim in (2**20 + 1, 2**61, 2**70):  # of which 2**61 rows' bytes would overflow
+        with pytest.raises(ValueError, match=f"head_dim must be <= 1048576, got {head_dim}"):
+            MLXBlockStorage(pool, head_dim)
     with pytest.raises(TypeError, match="pool must be a BlockPoolAllocator, got str"):
         MLXBlockStorage("pool", 8)
+    with pytest.raises(TypeError, match="pool must be a BlockPoolAllocator, got <Mock"):
+        MLXBlockStorage(Mock(spec=BlockPoolAllocator), 8)
     with pytest.raises(TypeError, match="block"):
         MLXBlockStorage(pool, 8).read(3)
 
@@ -208,6 +222,17 @@ def test_fault_F19_a_new_owner_reads_zeros(pool, storage):
 def test_fault_F20_blocks_take_the_bits_of_their_format(pool, storage, format):
     storage.write(take(pool, format.name), 0, np.zeros((1, HEAD_DIM)))
     assert storage.resident_bytes() == BLOCK_SIZE * HEAD_DIM * format.bits // 8
+
+
+def test_row_bytes_are_those_of_a_width_that_can_be():
+    entry = FORMATS["fp32"]
+    assert (entry.row_bytes(0), entry.row_bytes(2**40)) == (0, 2**42)
+    for width in (-1, 2**60, 2**70):
+        with pytest.raises(ValueError, match=r"^\[Format::row_bytes\] width must"):
+            entry.row_bytes(width)
+    for width in (True, 1.5):
+        with pytest.raises(TypeError, match=r"^\[Format::row_bytes\] width must be an int"):
+            entry.row_bytes(width)
 
 
 @pytest.mark.parametrize("head_dim", [1, 3, 5, 7, 9, 13])

@@ -44,6 +44,16 @@ def test_values_out_of_range(field: str, value: int) -> None:
 
 
 @pytest.mark.parametrize("field", ["block_size", "n_blocks", "max_blocks"])
+@pytest.mark.parametrize("value", [2**63, 2**70])
+def test_values_that_no_pool_can_have(field: str, value: int) -> None:
+    with pytest.raises(ValueError, match=rf"^\[PoolConfig\] {field} must be <= .*, got {value}$"):
+        PoolConfig(**{field: value})
+    if field != "max_blocks":
+        with pytest.raises(ValueError, match=f"{field} must be <= 2147483647, got 2147483648"):
+            PoolConfig(**{field: 2**31})
+
+
+@pytest.mark.parametrize("field", ["block_size", "n_blocks", "max_blocks"])
 @pytest.mark.parametrize("value", [1.5, 8.0, True, "8"])
 def test_values_of_another_type(field: str, value: object) -> None:
     with pytest.raises(TypeError, match=rf"^\[PoolConfig\] {field} must be an int, got {value!r}$"):

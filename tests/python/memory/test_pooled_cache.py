@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import threading
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -321,6 +322,7 @@ def test_a_cache_may_outlive_the_name_of_its_pool():
         ({"format": None}, "format must be a str"),
         ({"format": 3}, "format must be a str"),
         ({"pool": object()}, "pool must be a BlockPoolAllocator, got object"),
+        ({"pool": Mock(spec=BlockPoolAllocator)}, "pool must be a BlockPoolAllocator, got <Mock"),
     ],
 )
 def test_constructor_arguments_are_checked(arguments, message):

@@ -171,7 +171,10 @@ TEST_F(BlockStorageTest, misuse_is_refused_before_anything_changes) {
   EXPECT_EQ(storage.resident_bytes(), 0u);
   EXPECT_THAT(refusal([&] { storage.format(take("kivi")); }),
               HasSubstr("format 'kivi' has no layout; those that have: fp32, fp16, bf16, int8"));
-  EXPECT_THAT(refusal([&] { BlockStorage(pool, 0); }), HasSubstr("row_width must be >= 1, got 0"));
+  EXPECT_THAT(refusal([&] { BlockStorage(pool, 0); }),
+              HasSubstr("row_width must be in 1..1048576, got 0"));
+  EXPECT_THAT(refusal([&] { BlockStorage(pool, std::int64_t{1} << 61); }),
+              HasSubstr("row_width must be in 1..1048576, got 2305843009213693952"));
 }
 
 TEST_F(BlockStorageTest, a_shared_block_is_refused_until_it_is_copied) {
