@@ -18,8 +18,9 @@ bool is_name(std::string_view text) {
   return !text.empty() && is_letter(text.front()) && std::all_of(text.begin(), text.end(), is_part);
 }
 
-/// A share in [0, 1] with six decimals, rounded to nearest, whatever the locale.
+/// A share with six decimals, rounded to nearest, whatever the locale.
 std::string share(double value) {
+  if (value < 0) return "-" + share(-value);  // of stats made by hand
   const auto millionths = static_cast<std::int64_t>(value * 1e6 + 0.5);
   const std::string digits = std::to_string(millionths % 1'000'000);
   return std::to_string(millionths / 1'000'000) + "." + std::string(6 - digits.size(), '0') +

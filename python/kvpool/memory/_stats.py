@@ -66,7 +66,12 @@ class AllocationStats:
 
         Raises:
             ValueError: ``prefix`` is no metric name.
+            TypeError: ``prefix`` is no str.
         """
+        if not isinstance(prefix, str):
+            raise TypeError(
+                f"[AllocationStats::to_prometheus] prefix must be a str, got {prefix!r}"
+            )
         return _native.to_prometheus(_row(self), prefix)
 
     def __repr__(self) -> str:

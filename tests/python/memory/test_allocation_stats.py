@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import pytest
 from kvpool.memory import AllocationStats
 
 
@@ -28,3 +29,13 @@ def test_snapshot_is_independent() -> None:
     assert snapshot == AllocationStats(10)
     assert pickle.loads(pickle.dumps(stats)) == stats
     assert stats.to_prometheus("p").endswith("p_unused_slots 0\n")
+
+
+def test_any_numbers_render() -> None:
+    assert "p_fragmentation -0.125000\n" in AllocationStats(8, _fragmented_count=-1).to_prometheus(
+        "p"
+    )
+    with pytest.raises(
+        TypeError, match=r"^\[AllocationStats::to_prometheus\] prefix must be a str"
+    ):
+        AllocationStats(8).to_prometheus(None)
