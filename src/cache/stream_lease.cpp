@@ -12,7 +12,9 @@ namespace kvpool::cache {
 using core::BlockHandle;
 
 StreamLease::StreamLease(std::shared_ptr<Pool> pool, OwnerId owner, core::FormatTag format)
-    : pool_(std::move(pool)), owner_(owner), format_(format) {}
+    : pool_(std::move(pool)), owner_(owner), format_(format) {
+  if (pool_ == nullptr) throw InvalidArgument("[StreamLease] pool must not be null");
+}
 
 StreamLease::~StreamLease() { release(); }
 

@@ -21,7 +21,7 @@ class StreamLease {
  public:
   using Pool = core::BlockPoolAllocator;
 
-  /// `format` tags the blocks.
+  /// `format` tags the blocks. Throws InvalidArgument where there is no pool.
   StreamLease(std::shared_ptr<Pool> pool, OwnerId owner, core::FormatTag format);
   ~StreamLease();
   StreamLease(const StreamLease&) = delete;

@@ -117,5 +117,7 @@ TEST_F(StreamLeaseTest, any_course_of_lengths_ends_in_the_same_books) {
   }
 }
 
+TEST(StreamLease, needs_a_pool) { EXPECT_THROW(StreamLease(nullptr, 1, {}), InvalidArgument); }
+
 }  // namespace
 }  // namespace kvpool::cache
