@@ -130,6 +130,30 @@ TEST(BlockPoolAllocator, blocks_of_both_streams_keep_their_order_through_copies)
   pool.check_invariants();
 }
 
+// A handle is stale for good, however often its block and its owner have come back since.
+TEST(BlockPoolAllocator, a_handle_stays_stale_through_many_checkouts) {
+  BlockPoolAllocator pool({.block_size = 4, .n_blocks = 1, .separate_kv = false});
+  std::vector<BlockHandle> stale = pool.allocate(Stream::kShared, 4, 1);
+  const auto forked = pool.fork(1, 2);
+  stale.insert(stale.end(), forked.begin(), forked.end());
+  pool.free(stale);
+  for (int i = 0; i < 5; ++i) {
+    const auto held = pool.allocate(Stream::kShared, 4, 1);
+    ASSERT_EQ(held[0].id, stale[0].id);
+    (void)pool.fork(1, 2);
+    pool.free(stale);
+    for (const BlockHandle& handle : stale) {
+      EXPECT_FALSE(pool.info(handle));
+      EXPECT_THROW(pool.mark_used(handle, 1), InvalidArgument);
+    }
+    EXPECT_EQ(pool.info(held[0])->n_references, 2);
+    pool.free_all(1);
+    pool.free_all(2);
+  }
+  EXPECT_EQ(pool.n_free(Stream::kShared), 1);
+  pool.check_invariants();
+}
+
 TEST(BlockPoolAllocator, pools_have_ids_of_their_own) {
   BlockPoolAllocator a;
   BlockPoolAllocator b;
