@@ -15,7 +15,8 @@ struct DetachedBlock;
 /// hand or unpickled, which is plain values and belongs to no pool.
 ///
 /// A plain CPython object of 48 bytes, since lists of thousands are made and dropped: no
-/// dictionary, no part in garbage collection (it refers to its pool, which never refers to it).
+/// dictionary, no part in garbage collection. It refers to its pool, which never refers to it by
+/// itself; a pool that a user makes keep its own blocks (as an attribute, say) is not collected.
 struct BlockObject {
   PyObject_HEAD PyObject* pool;  // strong, a PoolObject; null in a detached one
   union {

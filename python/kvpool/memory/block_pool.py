@@ -30,7 +30,8 @@ class BlockPoolAllocator(_native.BlockPool):
     its free list with the last reference. Free lists are stacks: the block freed last is handed out
     first. With ``PoolConfig.separate_kv`` keys and values draw on lists of their own.
 
-    Keeps books, not bytes: ``MLXBlockStorage`` pairs a pool with arrays.
+    Keeps books, not bytes: ``MLXBlockStorage`` pairs a pool with arrays. Blocks keep their pool
+    alive, so do not store a pool's blocks in the pool itself: such a circle is never collected.
 
     Every call is atomic and may be made from any thread, from a signal handler, from a finaliser
     and in a forked child. A call that raises has changed nothing. Owners are 64-bit ints.
