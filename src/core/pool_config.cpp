@@ -18,7 +18,7 @@ void PoolConfig::validate() const {
     refuse("n_blocks must be <= " + std::to_string(kMaxBlocks) + ", got " +
            std::to_string(n_blocks));
   }
-  if (max_blocks && *max_blocks < n_blocks) {
+  if (grow_on_exhaustion && max_blocks && *max_blocks < n_blocks) {
     refuse("max_blocks must be >= n_blocks (" + std::to_string(n_blocks) + "), got " +
            std::to_string(*max_blocks));
   }

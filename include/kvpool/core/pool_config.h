@@ -20,7 +20,8 @@ struct PoolConfig {
   bool separate_kv = true;
   /// An allocation that would run out mints exactly the missing blocks instead.
   bool grow_on_exhaustion = false;
-  /// Upper bound on managed blocks over all streams, >= n_blocks; read only when growing.
+  /// Upper bound on managed blocks over all streams; >= n_blocks where the pool may grow, and not
+  /// looked at otherwise.
   std::optional<std::int64_t> max_blocks;
 
   friend bool operator==(const PoolConfig&, const PoolConfig&) = default;

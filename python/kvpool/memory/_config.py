@@ -44,8 +44,8 @@ class PoolConfig:
             the odd one.
         separate_kv: Keys and values draw on free lists of their own; otherwise one list backs both.
         grow_on_exhaustion: An allocation that would run out mints the missing blocks instead.
-        max_blocks: Upper bound on managed blocks over all streams, >= ``n_blocks``; None for no
-            bound. Read only when the pool grows.
+        max_blocks: Upper bound on managed blocks over all streams; None for no bound. At least
+            ``n_blocks`` where the pool may grow, and not looked at otherwise.
 
     Raises:
         TypeError: A field is of another type; bool and float are no ints here.
@@ -89,7 +89,7 @@ class PoolConfig:
                 raise TypeError(f"[PoolConfig] {name} must be a bool, got {getattr(self, name)!r}")
         if self.max_blocks is not None:
             most = checked_int("PoolConfig", "max_blocks", self.max_blocks, 1)
-            if most < ints["n_blocks"]:
+            if self.grow_on_exhaustion and most < ints["n_blocks"]:
                 raise ValueError(
                     f"[PoolConfig] max_blocks must be >= n_blocks ({ints['n_blocks']}), got {most}"
                 )

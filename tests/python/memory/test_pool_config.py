@@ -40,7 +40,11 @@ def test_is_a_plain_dataclass() -> None:
 )
 def test_values_out_of_range(field: str, value: int) -> None:
     with pytest.raises(ValueError, match=rf"^\[PoolConfig\] {field} must be >= .*, got {value}$"):
-        PoolConfig(**{"n_blocks": 4, field: value})
+        PoolConfig(**{"n_blocks": 4, "grow_on_exhaustion": True, field: value})
+
+
+def test_a_bound_on_growth_does_not_bind_a_pool_that_does_not_grow() -> None:
+    assert BlockPoolAllocator(PoolConfig(n_blocks=4, max_blocks=3)).stats.n_blocks == 4
 
 
 @pytest.mark.parametrize("field", ["block_size", "n_blocks", "max_blocks"])

@@ -20,8 +20,10 @@ TEST(PoolConfig, names_the_field_out_of_range_and_its_value) {
   };
   EXPECT_EQ(message({.block_size = 0}), "[PoolConfig] block_size must be >= 1, got 0");
   EXPECT_EQ(message({.n_blocks = -1}), "[PoolConfig] n_blocks must be >= 1, got -1");
-  EXPECT_EQ(message({.n_blocks = 8, .max_blocks = 7}),
+  EXPECT_EQ(message({.n_blocks = 8, .grow_on_exhaustion = true, .max_blocks = 7}),
             "[PoolConfig] max_blocks must be >= n_blocks (8), got 7");
+  // Without growth the bound is not looked at.
+  EXPECT_EQ(message({.n_blocks = 8, .max_blocks = 7}), "valid");
   EXPECT_EQ(message({.block_size = PoolConfig::kMaxBlockSize + 1}),
             "[PoolConfig] block_size must be <= 2147483647, got 2147483648");
   EXPECT_EQ(message({.n_blocks = PoolConfig::kMaxBlocks + 1}),
