@@ -371,11 +371,17 @@ class PooledLayerCache:
     @property
     def nbytes(self) -> int:
         """Bytes of both buffers."""
-        sizes: list[int] = []
+        total = 0
+
+        def add(array: mx.array) -> mx.array:
+            nonlocal total
+            total += array.nbytes
+            return array
+
         for buffer in (self._keys, self._values):
             if buffer is not None:
-                self._each(lambda array: sizes.append(array.nbytes) or array, buffer)
-        return sum(sizes)
+                self._each(add, buffer)
+        return total
 
     def check_invariants(self) -> None:
         """Raises RuntimeError where the books of this cache's group do not add up. For tests."""

@@ -56,7 +56,7 @@ class LinearLayerCache(PooledLayerCache):
         keys = self._each(lambda array: array[:, :, :end], self._keys)
         return keys, self._each(lambda array: array[:, :, :end], self._values)
 
-    @PooledLayerCache.offset.setter
+    @PooledLayerCache.offset.setter  # type: ignore[attr-defined, untyped-decorator]
     def offset(self, offset: int) -> None:
         offset = checked_int(self._where("offset"), "offset", offset, 0, self._rows)
         self._lease.replace(self._lease.batch, offset, self._rows, offset)

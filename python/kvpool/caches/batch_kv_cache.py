@@ -15,7 +15,7 @@ from kvpool.caches.kv_cache import PoolBackedKVCache
 from kvpool.memory.block_pool import BlockPoolAllocator
 
 
-class PoolBackedBatchKVCache(BatchLayerCache, DenseLayerCache):  # type: ignore[misc]
+class PoolBackedBatchKVCache(BatchLayerCache, DenseLayerCache):
     """A drop-in replacement for ``mlx_lm.models.cache.BatchKVCache``.
 
     Made by ``PoolBackedKVCache.merge``, which mlx-lm calls to put requests into a batch. It grows

@@ -69,7 +69,8 @@ class PoolBackedQuantizedKVCache(LinearLayerCache, QuantizedKVCache):
         return cache
 
     def _quantize(self, array: mx.array) -> Quantized:
-        return tuple(mx.quantize(array, group_size=self.group_size, bits=self.bits))
+        codes, scales, biases = mx.quantize(array, group_size=self.group_size, bits=self.bits)
+        return codes, scales, biases
 
     @staticmethod
     def _each(function: Callable[[mx.array], mx.array], buffer: Any) -> Any:
@@ -101,9 +102,9 @@ class PoolBackedQuantizedKVCache(LinearLayerCache, QuantizedKVCache):
         start, rows = self._advance(batch, n_tokens)
         end = start + n_tokens
         if rows != self._rows:
-            keys = self._grown(self._keys, new_keys, start, rows - end)
-            values = self._grown(self._values, new_values, start, rows - end)
-            self._keys, self._values, self._rows = keys, values, rows
+            grown_keys = self._grown(self._keys, new_keys, start, rows - end)
+            grown_values = self._grown(self._values, new_values, start, rows - end)
+            self._keys, self._values, self._rows = grown_keys, grown_values, rows
         else:
             for buffer, new in ((self._keys, new_keys), (self._values, new_values)):
                 for array, part in zip(buffer, new, strict=True):
@@ -125,7 +126,8 @@ class PoolBackedQuantizedKVCache(LinearLayerCache, QuantizedKVCache):
             if spare > 0:
                 parts.append(mx.zeros((*part.shape[:2], spare, part.shape[3]), part.dtype))
             grown.append(mx.concatenate(parts, axis=2))
-        return tuple(grown)
+        codes, scales, biases = grown
+        return codes, scales, biases
 
     @property
     def state(self) -> tuple[Any, Any, int, int, int]:
