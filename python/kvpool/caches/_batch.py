@@ -79,6 +79,11 @@ class BatchLayerCache(PooledLayerCache):
         cache._forget()
         return cache
 
+    @classmethod
+    def _geometry_of(cls, caches: Sequence[Any]) -> tuple[int, ...]:
+        """The geometry that these caches of one sequence share."""
+        return ()
+
     def _shape_like(self, *geometry: int) -> None:
         """Takes the geometry that sequences of a batch share."""
 
@@ -114,6 +119,7 @@ class BatchLayerCache(PooledLayerCache):
         try:
             return super()._copied_lease(group)
         except BlockPoolExhaustedError:
+            self._settle()
             mine = self._lease
             lease = _native.LayerLease(group.ledger, self._growth(group.pool))
             lease.replace(0, mine.offset, mine.rows, mine.index)
@@ -227,13 +233,20 @@ class BatchLayerCache(PooledLayerCache):
         return self._owners
 
     @classmethod
-    def _merged(cls: type[Self], caches: Sequence[Any], *geometry: int) -> Self:
-        """A batch of the sequences in ``caches``, the first of which is pooled."""
+    def _merged(cls: type[Self], kind: type[PooledLayerCache], caches: Sequence[Any]) -> Self:
+        """A batch of the sequences in ``caches``, of which the first is of ``kind``, the others of
+        that or mlx-lm's own."""
+        where = kind._where("merge")
+        if not caches:
+            raise ValueError(f"[{where}] caches must not be empty")
         first = caches[0]
-        where = first._where("merge")
         for cache in caches:
-            if type(cache) not in (type(first), cls._stock_single):
-                raise TypeError(f"[{where}] caches must all be alike, got {first!r} and {cache!r}")
+            if type(first) is not kind or type(cache) not in (kind, cls._stock_single):
+                raise TypeError(
+                    f"[{where}] caches must be of {kind.__name__}, or of "
+                    f"{cls._stock_single.__name__} behind the first, got {cache!r}"
+                )
+        _refuse_unlike_buffers(where, caches)
         sources = [cache for cache in caches if isinstance(cache, PooledLayerCache)]
         pool = shared_pool(where, sources)
         for cache in sources:
@@ -244,7 +257,7 @@ class BatchLayerCache(PooledLayerCache):
         if group.ledger.n_layers == 0 and len(sources) == len(caches):
             reserve_or_take(group, pairs_of_merged(group, parents, caches), parents, where)
         owners = [getattr(cache, "owner", group.owner) for cache in caches]
-        batch = cls._empty(group, first._step, owners, *geometry)
+        batch = cls._empty(group, first._step, owners, *cls._geometry_of(caches))
         try:
             batch._adopt(cls._stock.merge(caches), owners, where)
         except BaseException:
@@ -311,7 +324,8 @@ class BatchLayerCache(PooledLayerCache):
         if type(other) is not type(self):
             raise TypeError(f"[{where}] other must be a {type(self).__name__}, got {other!r}")
         shared_pool(where, (self, other))
-        self._refuse_unlike(where, other)
+        _refuse_unlike_buffers(where, (self, other), batches=True)
+        self._geometry_of((self, other))
         self._settle()
         other._settle()
         fellows: list[Any] = self._group.members()
@@ -334,18 +348,6 @@ class BatchLayerCache(PooledLayerCache):
         self._change(lambda stock: stock.extend(theirs), where, owners)
         if all(len(layer._owners) != n_sequences for layer in fellows):
             self._group.ledger.end_step()
-
-    def _refuse_unlike(self, where: str, other: Any) -> None:
-        """Refuses a batch whose sequences cannot be among these."""
-        for name in ("_keys", "_values"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine is None or theirs is None:
-                continue
-            if (mine.shape[1], mine.shape[3]) != (theirs.shape[1], theirs.shape[3]):
-                raise ValueError(
-                    f"[{where}] {name[1:]} of shape {theirs.shape} do not fit the batch's, "
-                    f"{mine.shape}"
-                )
 
     def prepare(
         self, *, left_padding: Any = None, lengths: Any = None, right_padding: Any = None
@@ -406,6 +408,17 @@ class BatchLayerCache(PooledLayerCache):
             f"{type(self).__name__}(owner={self.owner}, row_owners={self._owners}, "
             f"left_padding={self._padding}, rows={self._lease.rows})"
         )
+
+
+def _refuse_unlike_buffers(where: str, caches: Iterable[Any], batches: bool = False) -> None:
+    """Refuses caches whose sequences cannot lie in one pair of buffers."""
+    pairs = [(cache.keys, cache.values) for cache in caches if not cache.empty()]
+    shapes = {(*keys.shape[1:4:2], values.shape[3]) for keys, values in pairs}
+    if len(shapes) > 1:
+        raise ValueError(f"[{where}] the caches differ in heads or dims: {sorted(shapes)}")
+    batch = max((keys.shape[0] for keys, _ in pairs), default=1)
+    if batch > 1 and not batches:
+        raise ValueError(f"[{where}] the caches must be of one sequence, got one of {batch}")
 
 
 def _as_list(values: Any) -> Any:

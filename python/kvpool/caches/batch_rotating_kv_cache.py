@@ -47,6 +47,13 @@ class PoolBackedBatchRotatingKVCache(BatchLayerCache, PoolBackedRotatingKVCache)
         self._shape_like(max_size)
         self._begin(pool, left_padding, owner, step)
 
+    @classmethod
+    def _geometry_of(cls, caches: Sequence[Any]) -> tuple[int, ...]:
+        sizes = {cache.max_size for cache in caches}
+        if len(sizes) > 1:
+            raise ValueError(f"[{cls.__name__}] max_size differs between caches: {sorted(sizes)}")
+        return (caches[0].max_size,)
+
     def _shape_like(self, *geometry: int) -> None:
         (max_size,) = geometry
         self._window(max_size, 0)
@@ -78,13 +85,6 @@ class PoolBackedBatchRotatingKVCache(BatchLayerCache, PoolBackedRotatingKVCache)
         self._hold(stock.keys, stock.values, len(padding), stock._offset, stock._idx, where)
         self._settle_rows(padding, counts, owners)
         self._lengths = lengths
-
-    def _refuse_unlike(self, where: str, other: Any) -> None:
-        super()._refuse_unlike(where, other)
-        if other.max_size != self.max_size:
-            raise ValueError(
-                f"[{where}] max_size must be {self.max_size} in all sequences, got {other.max_size}"
-            )
 
     # --- the decode path --------------------------------------------------------------------------
 

@@ -77,11 +77,11 @@ class PoolBackedKVCache(DenseLayerCache):
         Raises:
             BlockPoolExhaustedError: The pool has too few blocks for the batch in all layers.
             TypeError: A cache is of another kind.
-            ValueError: The caches are over different pools.
+            ValueError: The caches are over different pools, or differ in heads or dims.
         """
         from kvpool.caches.batch_kv_cache import PoolBackedBatchKVCache
 
-        return PoolBackedBatchKVCache._merged(caches)
+        return PoolBackedBatchKVCache._merged(PoolBackedKVCache, caches)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> PoolBackedQuantizedKVCache:
         """A quantised cache with the same tokens that takes this one's place in its group.

@@ -223,7 +223,7 @@ class PoolBackedRotatingKVCache(PooledLayerCache):
         """
         from kvpool.caches.batch_rotating_kv_cache import PoolBackedBatchRotatingKVCache
 
-        return PoolBackedBatchRotatingKVCache._merged(caches, caches[0].max_size)
+        return PoolBackedBatchRotatingKVCache._merged(PoolBackedRotatingKVCache, caches)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
         """Not supported, as in mlx-lm."""

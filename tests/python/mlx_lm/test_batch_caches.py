@@ -347,13 +347,37 @@ def test_caches_of_different_pools_are_not_merged():
 def test_other_kinds_of_cache_are_not_merged():
     pool = make_pool()
     for other in (QuantizedKVCache(), RotatingKVCache(8), PoolBackedRotatingKVCache(pool, 8), None):
-        with pytest.raises(TypeError, match=r"\[PoolBackedKVCache::merge\] caches must all be"):
+        with pytest.raises(TypeError, match=r"\[PoolBackedKVCache::merge\] caches must be"):
             PoolBackedKVCache.merge([PoolBackedKVCache(pool), other])
     with pytest.raises(TypeError, match="must be a PoolBackedBatchKVCache"):
         PoolBackedKVCache.merge([PoolBackedKVCache(pool)]).extend(PoolBackedKVCache(pool))
-    with pytest.raises(ValueError, match="same maximum size"):
-        PoolBackedRotatingKVCache.merge([ring(pool, 3, 8), ring(pool, 3, 9)])
+    with pytest.raises(TypeError, match="must be of PoolBackedRotatingKVCache"):
+        PoolBackedRotatingKVCache.merge([RotatingKVCache(8)])
+    with pytest.raises(ValueError, match="caches must not be empty"):
+        PoolBackedKVCache.merge([])
     assert pool.stats.blocks_in_use() == 0
+
+
+def test_sequences_that_cannot_lie_in_one_buffer():
+    pool = make_pool()
+    one, wide, two = (PoolBackedKVCache(pool, owner) for owner in (1, 2, 3))
+    feed([one], 3)
+    wide.update_and_fetch(mx.zeros((1, 1, 3, 4)), mx.zeros((1, 1, 3, 2)))
+    two.update_and_fetch(tokens(2, 3), tokens(2, 3))
+    before = pool.stats.blocks_in_use()
+    with pytest.raises(ValueError, match=r"merge\] the caches differ in heads or dims"):
+        PoolBackedKVCache.merge([one, wide])
+    with pytest.raises(
+        ValueError, match=r"merge\] the caches must be of one sequence, got one of 2"
+    ):
+        PoolBackedKVCache.merge([one, two])
+    with pytest.raises(ValueError, match="max_size differs between caches: \\[8, 9\\]"):
+        PoolBackedRotatingKVCache.merge([ring(pool, 3, 8), ring(pool, 3, 9)])
+    assert pool.stats.blocks_in_use() == before
+    batch, other = PoolBackedKVCache.merge([one]), PoolBackedKVCache.merge([wide])
+    with pytest.raises(ValueError, match=r"extend\] the caches differ in heads or dims"):
+        batch.extend(other)
+    check(pool, batch, other)
 
 
 def test_stock_caches_may_join_a_pooled_one():
