@@ -74,7 +74,10 @@ void bind_leases(nb::module_& m) {
             with_numbers([&] { self.prepare(pairs, call); });
           },
           "pairs"_a, "call"_a, "Reserves blocks for replacements of the layers' buffers to come.")
-      .def("pairs_for", &LeaseGroup::pairs_for, "batch"_a, "rows"_a)
+      .def("has_at_hand", &LeaseGroup::has_at_hand, "pairs"_a,
+           "Whether the pool has that many pairs of blocks without growing.")
+      .def("pairs_for", &LeaseGroup::pairs_for, "batch"_a, "rows"_a,
+           "Pairs of blocks that the rows of a batch take.")
       .def("end_step", &LeaseGroup::end_step, "Ends the step under way; undo its layers first.")
       .def("release", &LeaseGroup::release, "Gives every block back.")
       .def("check_invariants", &LeaseGroup::check_invariants);

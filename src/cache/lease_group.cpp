@@ -83,6 +83,15 @@ std::int64_t LeaseGroup::pairs_needed_tightened(std::int64_t batch, std::int64_t
   return pairs;
 }
 
+bool LeaseGroup::has_at_hand(std::int64_t pairs) const {
+  if (pool_ == nullptr) return true;
+  const auto at_hand = [&](Stream stream) {
+    return pool_->n_available(stream) + pool_->n_reserved(stream, owner_);
+  };
+  if (!pool_->config().separate_kv) return 2 * pairs <= at_hand(Stream::kShared);
+  return pairs <= std::min(at_hand(Stream::kKey), at_hand(Stream::kValue));
+}
+
 // A guess: other owners may come in between. The reservation decides.
 bool LeaseGroup::has_room_for(std::int64_t pairs) const {
   if (!pool_->config().separate_kv) {

@@ -48,6 +48,9 @@ class LeaseGroup {
   /// Reserves `pairs` pairs of blocks for replacements of the layers' buffers to come, until the
   /// next step or end_step(). Throws StepExhausted, whose message starts with `call`.
   void prepare(std::int64_t pairs, const char* call);
+  /// Whether the pool has `pairs` more pairs of blocks for the owner, growth left aside. A guess:
+  /// other owners may come in between.
+  bool has_at_hand(std::int64_t pairs) const;
   /// Pairs of blocks that `batch` sequences of `rows` rows take.
   std::int64_t pairs_for(std::int64_t batch, std::int64_t rows) const noexcept;
   /// Ends the step under way, if any, and cancels what is left of its reservation. Layers stay

@@ -116,15 +116,14 @@ class BatchLayerCache(PooledLayerCache):
         self._mark()
 
     def _copied_lease(self, group: CacheGroup) -> _native.LayerLease:
-        try:
+        mine = self._lease
+        if group.ledger.has_at_hand(mine.n_blocks // 2):
             return super()._copied_lease(group)
-        except BlockPoolExhaustedError:
-            self._settle()
-            mine = self._lease
-            lease = _native.LayerLease(group.ledger, self._growth(group.pool))
-            lease.replace(0, mine.offset, mine.rows, mine.index)
-            self._tag(lease)
-            return lease
+        self._settle()
+        lease = _native.LayerLease(group.ledger, self._growth(group.pool))
+        lease.replace(0, mine.offset, mine.rows, mine.index)
+        self._tag(lease)
+        return lease
 
     def _recharge(self) -> None:
         super()._recharge()
@@ -280,19 +279,17 @@ class BatchLayerCache(PooledLayerCache):
         if self._keys is None:
             return single
         stock = self._as_stock().extract(idx)
-        shape = (stock.keys, stock.values, 1, stock.offset, getattr(stock, "_idx", stock.offset))
-        try:
-            single._hold(*shape, where)
-        except BlockPoolExhaustedError:
-            lease = self._lease
-            if lease.batch == 0:
-                raise
+        lease, ledger = self._lease, single._group.ledger
+        lends = not ledger.has_at_hand(ledger.pairs_for(1, stock.keys.shape[2])) and lease.batch
+        if lends:
             lease.replace(lease.batch - 1, lease.offset, lease.rows, lease.index)
-            try:
-                single._hold(*shape, where)
-            except BaseException:
+        try:
+            index = getattr(stock, "_idx", stock.offset)
+            single._hold(stock.keys, stock.values, 1, stock.offset, index, where)
+        except BaseException:
+            if lends:
                 self._recharge()
-                raise
+            raise
         return single
 
     def filter(self, batch_indices: Any) -> None:

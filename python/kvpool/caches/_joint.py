@@ -31,13 +31,11 @@ def reserve_or_take(
 ) -> None:
     """Reserves ``pairs`` pairs of blocks for ``group``.
 
-    Where the pool is too full, the layers of ``givers`` are left without blocks; also then too
-    full, they have theirs again and the call raises.
+    Where the pool would have to grow for it, the layers of ``givers`` are left without blocks.
+    Where it is too full all the same, they have theirs again and the call raises.
     """
-    try:
-        group.ledger.prepare(pairs, where)
-        return
-    except BlockPoolExhaustedError:
+    layers: list[PooledLayerCache] = []
+    if not group.ledger.has_at_hand(pairs):
         layers = [layer for giver in dict.fromkeys(givers) for layer in giver.members()]
     for layer in layers:
         layer._uncharge()

@@ -242,8 +242,9 @@ def test_an_extension_gives_up_spare_rows_before_it_fails():
     assert pool.stats.blocks_in_use() == 2 * 2 * 3 * 3
 
 
-def test_extending_copying_and_extracting_need_no_more_than_what_stays():
-    pool = make_pool(n_blocks=2 * 2 * (3 + 3))
+@pytest.mark.parametrize("grow", [False, True])
+def test_extending_copying_and_extracting_need_no_more_than_what_stays(grow):
+    pool = make_pool(n_blocks=2 * 2 * (3 + 3), grow_on_exhaustion=grow)
     batch, other = merged(request(pool, 1, 9)), merged(request(pool, 2, 9))
     for cache, new in zip(batch, other, strict=True):
         cache.extend(new)
@@ -266,6 +267,7 @@ def test_extending_copying_and_extracting_need_no_more_than_what_stays():
     assert [len(pool.blocks_for(owner)) for owner in (2, batch[0].owner)] == [12, 12]
     keys, _ = done[1].keys_and_values()
     assert keys[0, 0, :, 0].tolist() == list(range(9))
+    assert pool.stats.n_exhausted == pool.stats.n_grown == 0
 
 
 def test_a_batch_that_lent_its_blocks_is_charged_again_by_its_next_step():

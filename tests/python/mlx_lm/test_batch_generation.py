@@ -176,6 +176,7 @@ def test_a_batch_fits_into_what_its_requests_hold_in_the_end():
         )
     assert pooled.token_ids == stock.token_ids
     assert pool.stats.peak_blocks_in_use == 2 * 2 * 3 * 8
+    assert pool.stats.n_exhausted == 0
     assert pool.stats.blocks_in_use() == 0
 
 

@@ -284,6 +284,8 @@ TEST(LeaseGroup, field_F1_a_negative_trim_is_refused) {
 TEST(LeaseGroup, replacements_of_all_layers_are_reserved_together) {
   Request request(blocks_of_four(24));
   request.step(4);
+  EXPECT_TRUE(request.group->has_at_hand(9));
+  EXPECT_FALSE(request.group->has_at_hand(10));
   EXPECT_THROW(request.group->prepare(10, "merge"), StepExhausted);
   request.check();
   request.group->prepare(9, "merge");
