@@ -137,8 +137,8 @@ BufferShape BufferGrowth::tightened(const BufferShape& now) const noexcept {
   std::int64_t block_size = 0;
   if (const auto* spare = std::get_if<Spare>(&kind_)) block_size = spare->block_size;
   if (const auto* ring = std::get_if<Ring>(&kind_)) block_size = ring->block_size;
-  // A ring that is full has no spare rows.
-  if (block_size == 0 || now.offset > now.rows) return now;
+  // A ring whose index lies among its tokens is full.
+  if (block_size == 0 || now.index < now.used()) return now;
   return {now.offset, std::min(now.rows, round_up(now.index, block_size)), now.index};
 }
 

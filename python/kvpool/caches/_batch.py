@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -182,7 +183,9 @@ class BatchLayerCache(PooledLayerCache):
     @property
     def offset(self) -> mx.array:  # type: ignore[override]
         """Tokens of each sequence, an array; negative before the padding is passed."""
-        end = self._lease.offset
+        end = self._lease.steady_offset
+        if end < 0:
+            end = self._offset_for(sys._getframe(1))
         known = self._offsets
         if known is None or known[0] != end or known[1] is not self._lags:
             offsets = mx.array([end - lag for lag in self._lags], dtype=mx.int32)

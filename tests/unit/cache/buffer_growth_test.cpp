@@ -99,6 +99,15 @@ TEST(BufferGrowth, a_ring_fills_its_window_in_smaller_steps_where_the_pool_is_sh
   EXPECT_EQ(exact.after(now, 1, BufferGrowth::kNoSpare).rows, 49);
 }
 
+TEST(BufferGrowth, a_full_ring_has_no_spare_rows) {
+  const auto growth = BufferGrowth::ring(8, 0, 4, 2);
+  EXPECT_EQ(growth.tightened({3, 8, 3}), (BufferShape{3, 4, 3}));
+  EXPECT_EQ(growth.tightened({8, 8, 8}), (BufferShape{8, 8, 8}));
+  EXPECT_EQ(growth.tightened({9, 8, 1}), (BufferShape{9, 8, 1}));
+  // Its last step was taken back: the index lies among the tokens although none was ever dropped.
+  EXPECT_EQ(growth.tightened({8, 8, 0}), (BufferShape{8, 8, 0}));
+}
+
 TEST(BufferGrowth, trimming_drops_the_blocks_that_it_empties) {
   const auto growth = BufferGrowth::spare(256, 16);
   EXPECT_EQ(growth.trimmed({40, 256, 40}, 2, 16), (BufferShape{38, 256, 38}));  // same block
