@@ -18,6 +18,7 @@ __all__ = ["blas_in_use", "prefer_openblas"]
 
 _SONAME = "libopenblas.so.0"
 _VARIABLE = "KVPOOL_BLAS"
+_THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
 
 def prefer_openblas() -> None:
@@ -33,10 +34,16 @@ def prefer_openblas() -> None:
         return
     library = _SONAME if choice == "auto" else choice
     try:
-        ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+        loaded = ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
         if choice != "auto":
             raise CommandError(f"{_VARIABLE}={choice}: {error}", USAGE) from error
+        return
+    # Decoding multiplies one row at a time: a second thread costs more than it brings.
+    if hasattr(loaded, "openblas_set_num_threads") and not any(
+        name in os.environ for name in _THREAD_VARIABLES
+    ):
+        loaded.openblas_set_num_threads(1)
 
 
 def blas_in_use() -> str:

@@ -25,15 +25,18 @@ import mlx.core as mx, numpy as np
 rng = np.random.default_rng(5)
 a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((67, 129), (129, 45)))
 error = np.abs(np.array(mx.array(a) @ mx.array(b)) - a.astype(np.float64) @ b).max()
-print(json.dumps({"error": float(error), "blas": blas_in_use()}))
+import ctypes
+count = getattr(ctypes.CDLL(None), "openblas_get_num_threads", lambda: None)
+print(json.dumps({"error": float(error), "blas": blas_in_use(), "threads": count()}))
 """
 
 
-def product(choice: str) -> dict[str, object]:
+def product(choice: str, **environment: str) -> dict[str, object]:
     """A product of matrices by MLX in a process with ``KVPOOL_BLAS=choice``."""
+    own = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     ended = subprocess.run(
         [sys.executable, "-c", _PRODUCT],
-        env={**os.environ, "KVPOOL_BLAS": choice},
+        env={**own, "KVPOOL_BLAS": choice, **environment},
         capture_output=True,
         text=True,
         check=True,
@@ -53,6 +56,12 @@ def test_openblas_comes_first_and_products_are_right(choice):
     result = product(choice)
     assert str(result["blas"]).startswith("OpenBLAS ")
     assert result["error"] < 1e-4
+
+
+@needs_openblas
+def test_openblas_gets_one_thread_unless_the_environment_says():
+    assert product("auto")["threads"] == 1
+    assert product("auto", OPENBLAS_NUM_THREADS="2")["threads"] == 2
 
 
 @needs_openblas

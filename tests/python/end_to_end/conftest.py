@@ -1,4 +1,4 @@
-"""The real models and what mlx-lm's own caches make of them."""
+"""The real models, in fp32, and what mlx-lm's own caches make of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from kvpool import models
-from stock import load, stock_tokens
+from kvpool.cli.loading import load
+from stock import stock_tokens
 
 SMOLLM2_TOKENS = 300
 # Gemma's window is lowered in a copy of the model, so that few tokens go past it.
@@ -51,7 +52,7 @@ def beside() -> Iterator[ProcessPoolExecutor]:
 @pytest.fixture(scope="session")
 def smollm2() -> tuple[Any, Any]:
     """Model and tokenizer."""
-    return load(folder_of("smollm2"))
+    return load(str(folder_of("smollm2")), fp32=True)
 
 
 @pytest.fixture(scope="session")
@@ -82,7 +83,7 @@ def gemma3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def gemma3(gemma3_folder: Path) -> tuple[Any, Any]:
     """Model and tokenizer."""
-    return load(gemma3_folder)
+    return load(str(gemma3_folder), fp32=True)
 
 
 @pytest.fixture(scope="session")

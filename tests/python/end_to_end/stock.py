@@ -6,16 +6,15 @@ One run a model serves all tests: greedy decoding of fewer tokens gives the firs
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-import mlx_lm
-from mlx_lm.generate import generate_step
+from kvpool.cli.blas import prefer_openblas
 
+prefer_openblas()  # before MLX is imported
 
-def load(folder: Path | str) -> tuple[Any, Any]:
-    return mlx_lm.load(str(folder))[:2]
+import mlx.core as mx  # noqa: E402
+from kvpool.cli.loading import load  # noqa: E402
+from mlx_lm.generate import generate_step  # noqa: E402
 
 
 def decode(model: Any, prompt: Sequence[int], max_tokens: int, cache: Any, **options: Any):
@@ -28,4 +27,4 @@ def decode(model: Any, prompt: Sequence[int], max_tokens: int, cache: Any, **opt
 
 def stock_tokens(folder: str, prompt: Sequence[int], max_tokens: int, **options: Any) -> list[int]:
     """What ``decode`` gives with the model's own caches."""
-    return decode(load(folder)[0], prompt, max_tokens, cache=None, **options)
+    return decode(load(folder, fp32=True)[0], prompt, max_tokens, cache=None, **options)
