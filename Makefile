@@ -16,7 +16,7 @@ help: ## what there is to make
 
 .PHONY: demo
 demo: build model ## a real model answers a prompt through the block pool, next to mlx-lm's own cache
-	$(KVPOOL) generate --model smollm2 --compare-stock --max-tokens 80 \
+	$(KVPOOL) generate --model smollm2 --fp32 --compare-stock --max-tokens 80 \
 	  --prompt "What is a key-value cache in a language model? Answer in two sentences."
 
 .PHONY: test
