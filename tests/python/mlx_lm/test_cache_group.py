@@ -21,7 +21,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
     trim_prompt_cache,
 )
-from tiny_models import VOCABULARY, tiny_gemma3, tiny_gpt2, tiny_llama
+from tiny_models import VOCABULARY, tiny_gemma3, tiny_gpt2, tiny_gpt_oss, tiny_llama
 
 PROMPT = [(5 * i + 2) % VOCABULARY for i in range(9)]
 
@@ -104,6 +104,32 @@ def test_fault_F29_decoding_goes_on_after_something_was_released(
     assert take_back(caches) == 1
     tokens += greedy(model, caches, tokens[-1:], 40 - len(tokens))
     assert tokens == expected
+    check(caches)
+
+
+@pytest.mark.parametrize("chunk", [1, 256, 500])
+def test_fault_F29_every_block_of_the_documented_pool_can_be_used(chunk):
+    pool = make_pool(n_blocks=4096, block_size=16)
+    caches = build(pool, n_layers=28, step=None)
+    with pytest.raises(BlockPoolExhaustedError) as caught:
+        while True:
+            feed(caches, chunk)
+    if caught.value.tokens_that_fit > 0:
+        feed(caches, caught.value.tokens_that_fit)
+    assert offsets(caches) == 28 * [4096 // 2 // 28 * 16]
+    assert pool.stats.n_exhausted == 1
+    check(caches)
+
+
+@pytest.mark.parametrize("make_model", [tiny_llama, tiny_gemma3, tiny_gpt_oss])
+def test_a_pool_sized_for_a_model_holds_the_tokens_it_was_sized_for(make_model):
+    model = make_model()
+    config = PoolConfig.for_model(model, max_tokens=300, prefill_step=64, block_size=4)
+    caches = build_pooled_caches(model, BlockPoolAllocator(config), 1)
+    for n in (64, 64, 64, 3, 1, 1, 64):
+        feed(caches, n)
+    while caches[0].offset < 300:
+        feed(caches, 1)
     check(caches)
 
 
