@@ -30,8 +30,8 @@ _EXAMPLES = """\
 examples:
   kvpool generate --prompt "Why is the sky blue?"
   kvpool generate --prompt "Count to ten." --compare-stock
-  kvpool generate --prompt "Tell a story." --n-blocks 600          # too few: exit code 3
-  kvpool generate --prompt "Tell a story." --n-blocks 600 --grow
+  kvpool generate --prompt "Tell a story." --n-blocks 300          # too few: exit code 3
+  kvpool generate --prompt "Tell a story." --n-blocks 300 --grow
   kvpool generate --prompt "Hello" --model mlx-community/Llama-3.2-1B-Instruct-4bit --metrics -
 """
 
