@@ -6,7 +6,8 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 KVPOOL := $(BIN)/kvpool
 JOBS ?= $(shell nproc)
 
-NATIVE_SOURCES := $(shell find include src cmake python/bindings -type f) CMakeLists.txt pyproject.toml
+# The list of Python files counts as well: an editable install knows its modules by name.
+SOURCES := $(shell find include src cmake python -type f -not -name "*.pyc") CMakeLists.txt pyproject.toml
 CPP_FILES = $(shell git ls-files '*.h' '*.cpp')
 
 .DEFAULT_GOAL := help
@@ -85,7 +86,7 @@ $(VENV)/.deps: requirements-dev.txt pyproject.toml | system-build
 	@$(PIP) install -r requirements-dev.txt
 	@touch $@
 
-$(VENV)/.built: $(VENV)/.deps $(NATIVE_SOURCES)
+$(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	@echo "Building kvpool"
 	@$(PIP) install --no-build-isolation --no-deps --editable .
 	@touch $@

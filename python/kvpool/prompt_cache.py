@@ -13,12 +13,12 @@ import mlx.core as mx
 from mlx_lm.models import cache as stock
 
 from kvpool import _prompt_file
-from kvpool.caches import PoolBackedRotatingKVCache, attach_caches
-from kvpool.caches._arguments import checked_int, checked_owner, checked_pool
-from kvpool.caches._layer import PooledLayerCache
-from kvpool.caches.build import own_caches, pooled_among
 from kvpool.core.exceptions import PromptCacheError
 from kvpool.memory.block_pool import BlockPoolAllocator
+from kvpool.mlx_lm.caches import PoolBackedRotatingKVCache, attach_caches
+from kvpool.mlx_lm.caches._arguments import checked_int, checked_owner, checked_pool
+from kvpool.mlx_lm.caches._layer import PooledLayerCache
+from kvpool.mlx_lm.caches.build import own_caches, pooled_among
 
 __all__ = ["PromptCacheError", "load_prompt_cache", "save_prompt_cache"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-from kvpool.caches import build_pooled_caches
-from kvpool.caches._arguments import checked_int, checked_pool
 from kvpool.memory.block_pool import BlockPoolAllocator
+from kvpool.mlx_lm.caches import build_pooled_caches
+from kvpool.mlx_lm.caches._arguments import checked_int, checked_pool
 
 _MISSING = object()
 

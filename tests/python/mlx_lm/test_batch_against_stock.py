@@ -9,8 +9,8 @@ import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvpool.caches import PoolBackedKVCache, PoolBackedRotatingKVCache
 from kvpool.memory.block_pool import BlockPoolAllocator, PoolConfig
+from kvpool.mlx_lm.caches import PoolBackedKVCache, PoolBackedRotatingKVCache
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 WINDOW = 8

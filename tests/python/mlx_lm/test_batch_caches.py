@@ -8,15 +8,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from kvpool import BlockPoolExhaustedError
-from kvpool.caches import (
+from kvpool.memory.block_pool import BlockPoolAllocator, PoolConfig
+from kvpool.mlx_lm.caches import (
     PoolBackedBatchKVCache,
     PoolBackedBatchRotatingKVCache,
     PoolBackedKVCache,
     PoolBackedRotatingKVCache,
     attach_caches,
 )
-from kvpool.caches._group import CacheGroup
-from kvpool.memory.block_pool import BlockPoolAllocator, PoolConfig
+from kvpool.mlx_lm.caches._group import CacheGroup
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 BLOCK_SIZE = 4

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvpool import BlockPoolExhaustedError
-from kvpool.caches import PoolBackedKVCache, PoolBackedRotatingKVCache
-from kvpool.caches._group import CacheGroup
 from kvpool.memory.block_pool import BlockPoolAllocator, PoolConfig
+from kvpool.mlx_lm.caches import PoolBackedKVCache, PoolBackedRotatingKVCache
+from kvpool.mlx_lm.caches._group import CacheGroup
 
 WINDOW = 8
 N_LAYERS = 2

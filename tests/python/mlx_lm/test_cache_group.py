@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from kvpool.caches import rewind_step
 from kvpool.core.exceptions import BlockPoolExhaustedError
 from kvpool.memory.block_pool import BlockPoolAllocator, PoolConfig
 from kvpool.memory.pool_backed_cache import PoolBackedKVCache, build_pooled_caches
+from kvpool.mlx_lm.caches import rewind_step
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import (
     ArraysCache,

@@ -9,10 +9,10 @@ import mlx.core as mx
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kvpool.caches import attach_caches, rewind_step
 from kvpool.core.exceptions import BlockPoolExhaustedError
 from kvpool.memory.block_pool import BlockPoolAllocator, PoolConfig
 from kvpool.memory.pool_backed_cache import PoolBackedKVCache, build_pooled_caches
+from kvpool.mlx_lm.caches import attach_caches, rewind_step
 from mlx_lm.models.cache import trim_prompt_cache
 
 BATCH = 2

@@ -7,10 +7,10 @@ import copy
 import mlx.core as mx
 import numpy as np
 import pytest
-from kvpool.caches import PoolBackedQuantizedKVCache, attach_caches
 from kvpool.core.exceptions import BlockPoolExhaustedError
 from kvpool.memory.block_pool import BlockPoolAllocator, PoolConfig
 from kvpool.memory.pool_backed_cache import PoolBackedKVCache
+from kvpool.mlx_lm.caches import PoolBackedQuantizedKVCache, attach_caches
 from mlx_lm.models.cache import KVCache, create_attention_mask
 
 

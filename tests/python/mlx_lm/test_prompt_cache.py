@@ -16,13 +16,13 @@ from kvpool import (
     save_prompt_cache,
 )
 from kvpool._prompt_file import _digest
-from kvpool.caches import (
+from kvpool.memory.block_pool import BlockPoolAllocator, PoolConfig
+from kvpool.mlx_lm.caches import (
     PoolBackedKVCache,
     PoolBackedQuantizedKVCache,
     PoolBackedRotatingKVCache,
     attach_caches,
 )
-from kvpool.memory.block_pool import BlockPoolAllocator, PoolConfig
 from mlx_lm.generate import generate_step
 from mlx_lm.models import cache as stock
 from tiny_models import VOCABULARY, all_models, tiny_gemma3, tiny_llama

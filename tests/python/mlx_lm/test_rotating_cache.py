@@ -7,9 +7,9 @@ import random
 
 import mlx.core as mx
 import pytest
-from kvpool.caches import PoolBackedRotatingKVCache
 from kvpool.core.exceptions import BlockPoolExhaustedError
 from kvpool.memory.block_pool import BlockPoolAllocator, PoolConfig
+from kvpool.mlx_lm.caches import PoolBackedRotatingKVCache
 from mlx_lm.models.cache import RotatingKVCache
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvpool.caches._arguments import checked_buffers
-from kvpool.caches._dense import DenseLayerCache
-from kvpool.caches._group import CacheGroup
-from kvpool.caches.quantized_kv_cache import PoolBackedQuantizedKVCache
 from kvpool.memory.block_pool import BlockPoolAllocator
+from kvpool.mlx_lm.caches._arguments import checked_buffers
+from kvpool.mlx_lm.caches._dense import DenseLayerCache
+from kvpool.mlx_lm.caches._group import CacheGroup
+from kvpool.mlx_lm.caches.quantized_kv_cache import PoolBackedQuantizedKVCache
 
 if TYPE_CHECKING:
-    from kvpool.caches.batch_kv_cache import PoolBackedBatchKVCache
+    from kvpool.mlx_lm.caches.batch_kv_cache import PoolBackedBatchKVCache
 
 
 class PoolBackedKVCache(DenseLayerCache):
@@ -79,7 +79,7 @@ class PoolBackedKVCache(DenseLayerCache):
             TypeError: A cache is of another kind.
             ValueError: The caches are over different pools, or differ in heads or dims.
         """
-        from kvpool.caches.batch_kv_cache import PoolBackedBatchKVCache
+        from kvpool.mlx_lm.caches.batch_kv_cache import PoolBackedBatchKVCache
 
         return PoolBackedBatchKVCache._merged(PoolBackedKVCache, caches)
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
-from kvpool.caches._arguments import checked_int, checked_owner, checked_pool
-from kvpool.caches._group import CacheGroup
-from kvpool.caches._layer import PooledLayerCache
-from kvpool.caches.kv_cache import PoolBackedKVCache
-from kvpool.caches.rotating_kv_cache import PoolBackedRotatingKVCache
 from kvpool.memory.block_pool import BlockPoolAllocator
+from kvpool.mlx_lm.caches._arguments import checked_int, checked_owner, checked_pool
+from kvpool.mlx_lm.caches._group import CacheGroup
+from kvpool.mlx_lm.caches._layer import PooledLayerCache
+from kvpool.mlx_lm.caches.kv_cache import PoolBackedKVCache
+from kvpool.mlx_lm.caches.rotating_kv_cache import PoolBackedRotatingKVCache
 
 # Models (by id) whose make_cache is running: it may call build_pooled_caches in turn.
 _asked: ContextVar[frozenset[int]] = ContextVar("_asked", default=frozenset())

@@ -6,12 +6,12 @@ Importing this package makes their class names known to ``mlx_lm.models.cache``,
 
 from mlx_lm.models import cache as _mlx_lm_cache
 
-from kvpool.caches.batch_kv_cache import PoolBackedBatchKVCache
-from kvpool.caches.batch_rotating_kv_cache import PoolBackedBatchRotatingKVCache
-from kvpool.caches.build import attach_caches, build_pooled_caches, rewind_step
-from kvpool.caches.kv_cache import PoolBackedKVCache
-from kvpool.caches.quantized_kv_cache import PoolBackedQuantizedKVCache
-from kvpool.caches.rotating_kv_cache import PoolBackedRotatingKVCache
+from kvpool.mlx_lm.caches.batch_kv_cache import PoolBackedBatchKVCache
+from kvpool.mlx_lm.caches.batch_rotating_kv_cache import PoolBackedBatchRotatingKVCache
+from kvpool.mlx_lm.caches.build import attach_caches, build_pooled_caches, rewind_step
+from kvpool.mlx_lm.caches.kv_cache import PoolBackedKVCache
+from kvpool.mlx_lm.caches.quantized_kv_cache import PoolBackedQuantizedKVCache
+from kvpool.mlx_lm.caches.rotating_kv_cache import PoolBackedRotatingKVCache
 
 __all__ = [
     "PoolBackedBatchKVCache",

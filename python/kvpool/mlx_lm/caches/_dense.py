@@ -7,8 +7,8 @@ from typing import Any
 import mlx.core as mx
 
 from kvpool import _native
-from kvpool.caches._arguments import checked_fit, format_name
-from kvpool.caches._linear import LinearLayerCache
+from kvpool.mlx_lm.caches._arguments import checked_fit, format_name
+from kvpool.mlx_lm.caches._linear import LinearLayerCache
 
 
 class DenseLayerCache(LinearLayerCache):

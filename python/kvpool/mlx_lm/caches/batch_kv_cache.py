@@ -8,11 +8,11 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
-from kvpool.caches._batch import BatchLayerCache
-from kvpool.caches._dense import DenseLayerCache
-from kvpool.caches._group import CacheGroup
-from kvpool.caches.kv_cache import PoolBackedKVCache
 from kvpool.memory.block_pool import BlockPoolAllocator
+from kvpool.mlx_lm.caches._batch import BatchLayerCache
+from kvpool.mlx_lm.caches._dense import DenseLayerCache
+from kvpool.mlx_lm.caches._group import CacheGroup
+from kvpool.mlx_lm.caches.kv_cache import PoolBackedKVCache
 
 
 class PoolBackedBatchKVCache(BatchLayerCache, DenseLayerCache):

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from kvpool import _native
-from kvpool.caches._arguments import checked_int, checked_owner, checked_pool
-from kvpool.caches._group import CacheGroup
 from kvpool.core.exceptions import BlockPoolExhaustedError
 from kvpool.memory.block_pool import BlockPoolAllocator
+from kvpool.mlx_lm.caches._arguments import checked_int, checked_owner, checked_pool
+from kvpool.mlx_lm.caches._group import CacheGroup
 
 Self = TypeVar("Self", bound="PooledLayerCache")
 

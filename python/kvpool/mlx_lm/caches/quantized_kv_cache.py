@@ -9,13 +9,13 @@ import mlx.core as mx
 from mlx_lm.models.cache import QuantizedKVCache
 
 from kvpool import _native
-from kvpool.caches._arguments import checked_fit, checked_int, checked_quantized
-from kvpool.caches._group import CacheGroup
-from kvpool.caches._linear import LinearLayerCache
 from kvpool.memory.block_pool import BlockPoolAllocator
+from kvpool.mlx_lm.caches._arguments import checked_fit, checked_int, checked_quantized
+from kvpool.mlx_lm.caches._group import CacheGroup
+from kvpool.mlx_lm.caches._linear import LinearLayerCache
 
 if TYPE_CHECKING:
-    from kvpool.caches.kv_cache import PoolBackedKVCache
+    from kvpool.mlx_lm.caches.kv_cache import PoolBackedKVCache
 
 Quantized = tuple[mx.array, mx.array, mx.array]
 

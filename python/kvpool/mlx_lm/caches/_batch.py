@@ -9,16 +9,16 @@ from typing import Any, ClassVar, TypeVar
 import mlx.core as mx
 
 from kvpool import _native
-from kvpool.caches._arguments import checked_buffers, checked_int
-from kvpool.caches._group import CacheGroup
-from kvpool.caches._joint import (
+from kvpool.core.exceptions import BlockPoolExhaustedError
+from kvpool.mlx_lm.caches._arguments import checked_buffers, checked_int
+from kvpool.mlx_lm.caches._group import CacheGroup
+from kvpool.mlx_lm.caches._joint import (
     pairs_of_extended,
     pairs_of_merged,
     reserve_or_take,
     shared_pool,
 )
-from kvpool.caches._layer import PooledLayerCache
-from kvpool.core.exceptions import BlockPoolExhaustedError
+from kvpool.mlx_lm.caches._layer import PooledLayerCache
 
 Self = TypeVar("Self", bound="BatchLayerCache")
 

@@ -9,13 +9,13 @@ import mlx.core as mx
 from mlx_lm.models.cache import RotatingKVCache
 
 from kvpool import _native
-from kvpool.caches._arguments import checked_buffers, checked_fit, checked_int, format_name
-from kvpool.caches._group import CacheGroup
-from kvpool.caches._layer import STOCK_STEP, PooledLayerCache
 from kvpool.memory.block_pool import BlockPoolAllocator
+from kvpool.mlx_lm.caches._arguments import checked_buffers, checked_fit, checked_int, format_name
+from kvpool.mlx_lm.caches._group import CacheGroup
+from kvpool.mlx_lm.caches._layer import STOCK_STEP, PooledLayerCache
 
 if TYPE_CHECKING:
-    from kvpool.caches.batch_rotating_kv_cache import PoolBackedBatchRotatingKVCache
+    from kvpool.mlx_lm.caches.batch_rotating_kv_cache import PoolBackedBatchRotatingKVCache
 
 
 class PoolBackedRotatingKVCache(PooledLayerCache):
@@ -221,7 +221,7 @@ class PoolBackedRotatingKVCache(PooledLayerCache):
         Raises:
             ValueError: The windows differ in size, too.
         """
-        from kvpool.caches.batch_rotating_kv_cache import PoolBackedBatchRotatingKVCache
+        from kvpool.mlx_lm.caches.batch_rotating_kv_cache import PoolBackedBatchRotatingKVCache
 
         return PoolBackedBatchRotatingKVCache._merged(PoolBackedRotatingKVCache, caches)
 

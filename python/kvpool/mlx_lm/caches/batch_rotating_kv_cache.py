@@ -9,10 +9,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import BatchRotatingKVCache, RotatingKVCache, dynamic_roll
 
-from kvpool.caches._batch import BatchLayerCache
-from kvpool.caches._group import CacheGroup
-from kvpool.caches.rotating_kv_cache import PoolBackedRotatingKVCache
 from kvpool.memory.block_pool import BlockPoolAllocator
+from kvpool.mlx_lm.caches._batch import BatchLayerCache
+from kvpool.mlx_lm.caches._group import CacheGroup
+from kvpool.mlx_lm.caches.rotating_kv_cache import PoolBackedRotatingKVCache
 
 
 class PoolBackedBatchRotatingKVCache(BatchLayerCache, PoolBackedRotatingKVCache):

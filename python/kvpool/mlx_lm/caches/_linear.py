@@ -7,9 +7,9 @@ from typing import Any
 from mlx_lm.models.cache import create_attention_mask
 
 from kvpool import _native
-from kvpool.caches._arguments import checked_buffers, checked_int
-from kvpool.caches._layer import STOCK_STEP, PooledLayerCache
 from kvpool.memory.block_pool import BlockPoolAllocator
+from kvpool.mlx_lm.caches._arguments import checked_buffers, checked_int
+from kvpool.mlx_lm.caches._layer import STOCK_STEP, PooledLayerCache
 
 
 class LinearLayerCache(PooledLayerCache):

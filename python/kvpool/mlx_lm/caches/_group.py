@@ -10,7 +10,7 @@ from kvpool import _native
 from kvpool.memory.block_pool import BlockPoolAllocator
 
 if TYPE_CHECKING:
-    from kvpool.caches._layer import PooledLayerCache
+    from kvpool.mlx_lm.caches._layer import PooledLayerCache
 
 
 class CacheGroup:

@@ -6,13 +6,13 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvpool.caches._arguments import checked_pool
-from kvpool.caches._group import CacheGroup
 from kvpool.core.exceptions import BlockPoolExhaustedError
 from kvpool.memory.block_pool import BlockPoolAllocator
+from kvpool.mlx_lm.caches._arguments import checked_pool
+from kvpool.mlx_lm.caches._group import CacheGroup
 
 if TYPE_CHECKING:
-    from kvpool.caches._layer import PooledLayerCache
+    from kvpool.mlx_lm.caches._layer import PooledLayerCache
 
 
 def shared_pool(where: str, caches: Iterable[PooledLayerCache]) -> BlockPoolAllocator:
