@@ -1,7 +1,7 @@
 #include "kvpool/metrics/prometheus.h"
 
 #include <algorithm>
-#include <cstdint>
+#include <cmath>
 
 #include "kvpool/base/error.h"
 
@@ -21,7 +21,7 @@ bool is_name(std::string_view text) {
 /// A share with six decimals, rounded to nearest, whatever the locale.
 std::string share(double value) {
   if (value < 0) return "-" + share(-value);  // of stats made by hand
-  const auto millionths = static_cast<std::int64_t>(value * 1e6 + 0.5);
+  const long long millionths = std::llround(value * 1e6);
   const std::string digits = std::to_string(millionths % 1'000'000);
   return std::to_string(millionths / 1'000'000) + "." + std::string(6 - digits.size(), '0') +
          digits;
