@@ -7,9 +7,9 @@ import re
 import sys
 
 import pytest
-from conftest import N_LAYERS
 from kvpool.cli import generate, main
 from kvpool.cli.decoding import Request
+from tiny_folder import N_LAYERS
 
 # The template adds two tokens to the prompt's eight bytes.
 PROMPT = "12345678"

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from kvpool import models
 from kvpool.cli.loading import load
-from stock import stock_tokens
-
-SMOLLM2_TOKENS = 300
-# Gemma's window is lowered in a copy of the model, so that few tokens go past it.
-GEMMA3_WINDOW = 32
-GEMMA3_TOKENS = 30
-GEMMA3_PREFILL_STEP = 16
+from stock import (
+    GEMMA3_PREFILL_STEP,
+    GEMMA3_TOKENS,
+    GEMMA3_WINDOW,
+    SMOLLM2_TOKENS,
+    stock_tokens,
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,6 +16,12 @@ import mlx.core as mx  # noqa: E402
 from kvpool.cli.loading import load  # noqa: E402
 from mlx_lm.generate import generate_step  # noqa: E402
 
+SMOLLM2_TOKENS = 300
+# Gemma's window is lowered in a copy of the model, so that few tokens go past it.
+GEMMA3_WINDOW = 32
+GEMMA3_TOKENS = 30
+GEMMA3_PREFILL_STEP = 16
+
 
 def decode(model: Any, prompt: Sequence[int], max_tokens: int, cache: Any, **options: Any):
     """Greedy tokens; the end token is one like any other."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from conftest import GEMMA3_PREFILL_STEP, GEMMA3_TOKENS, GEMMA3_WINDOW
 from kvpool.memory import BlockPoolAllocator, PoolConfig, build_pooled_caches
-from stock import decode
+from stock import GEMMA3_PREFILL_STEP, GEMMA3_TOKENS, GEMMA3_WINDOW, decode
 
 
 def test_greedy_decoding_past_the_window_is_identical(gemma3, gemma3_prompt, gemma3_stock):

@@ -7,12 +7,11 @@ import gc
 import mlx.core as mx
 import mlx_lm
 import pytest
-from conftest import SMOLLM2_TOKENS
 from kvpool.core.exceptions import BlockPoolExhaustedError
 from kvpool.memory import BlockPoolAllocator, PoolConfig, build_pooled_caches
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models.cache import trim_prompt_cache
-from stock import decode
+from stock import SMOLLM2_TOKENS, decode
 
 
 def pool_for(model, max_tokens, **options) -> BlockPoolAllocator:
