@@ -50,6 +50,14 @@ fuzz: ## a short run of each fuzz target
 	scripts/system_packages.sh build fuzz
 	cmake --preset fuzz && cmake --build --preset fuzz -j $(JOBS) && ctest --preset fuzz
 
+.PHONY: bench
+bench: build ## every benchmark; docs/benchmarks.md says what each measures
+	scripts/system_packages.sh build bench
+	cmake --preset release && cmake --build --preset release -j $(JOBS)
+	build/release/benchmarks/cpp/allocator_benchmark
+	build/release/benchmarks/cpp/formats_benchmark
+	for task in benchmarks/bench_*.py; do $(BIN)/python $$task || exit 1; done
+
 .PHONY: lint
 lint: build ## formats, lint, types, layers
 	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)

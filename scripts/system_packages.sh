@@ -2,7 +2,7 @@
 # scripts/system_packages.sh SET...
 #
 # Installs what the named sets lack on Debian or Ubuntu: build (the extension), test (the C++ tests),
-# fuzz (the fuzz targets), blas (a fast BLAS for MLX on the CPU). Quick, and needs neither root nor a
+# fuzz (the fuzz targets), bench (the C++ benchmarks), blas (a fast BLAS for MLX on the CPU). Quick, and needs neither root nor a
 # network, where all is there already.
 set -euo pipefail
 
@@ -10,6 +10,7 @@ declare -A sets=(
   [build]="g++ cmake ninja-build python3-venv python3-dev libhwy-dev"
   [test]="libgtest-dev libgmock-dev librapidcheck-dev"
   [fuzz]="clang-19 libclang-rt-19-dev"
+  [bench]="libbenchmark-dev"
   [blas]="libopenblas0-pthread"
 )
 
