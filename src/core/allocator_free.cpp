@@ -13,7 +13,11 @@ void BlockPoolAllocator::free(std::span<const BlockHandle> blocks) {
     const std::uint32_t owner = n == 0 ? kNoOwner : state.owner_of(blocks[0]);
     if (state.are_alone(blocks, owner)) {
       notice.prepare(state.observers, n);
-      state.drop_alone(owner, blocks, notice);
+      if (state.are_all_in_order(blocks, state.owners[owner])) {
+        state.drop_all(owner, notice);
+      } else {
+        state.drop_alone(owner, blocks, notice);
+      }
     } else {
       for (std::int64_t i = 0; i < n; ++i) state.resolve(kCall, blocks[i], n == 1 ? -1 : i);
       notice.prepare(state.observers, n);
@@ -102,6 +106,31 @@ void BlockPoolAllocator::State::drop_alone(std::uint32_t owner_slot,
   retire_owner(owner_slot);
 }
 
+bool BlockPoolAllocator::State::are_all_in_order(std::span<const BlockHandle> handles,
+                                                 const OwnerRecord& owner) const noexcept {
+  if (owner.shares || static_cast<std::int64_t>(handles.size()) != owner.count()) return false;
+  Reference next[BlockTable::kListCount] = {owner.lists[0].head, owner.lists[1].head};
+  for (const BlockHandle& handle : handles) {
+    const BlockRecord& record = blocks[handle.record];
+    Reference& expected = next[list_of(record)];
+    if (handle.record != expected) return false;
+    expected = record.links.next;
+  }
+  return true;
+}
+
+void BlockPoolAllocator::State::drop_all(std::uint32_t owner_slot, Notice& notice) noexcept {
+  OwnerRecord& owner = owners[owner_slot];
+  hand_over(owner, notice);
+  for (OwnerList& held : owner.lists) {
+    held.head = held.tail = kNoReference;
+    held.count = 0;
+  }
+  owner.fragmented = owner.unused_slots = 0;
+  owner.first_serial = last_serial + 1;  // ends its references
+  retire_owner(owner_slot);
+}
+
 // In the owner's order over both streams: each stream's free list is a stack of its own, so the
 // lists may go one after the other.
 void BlockPoolAllocator::State::drop_each(OwnerRecord& owner, Notice& notice) noexcept {
@@ -110,7 +139,8 @@ void BlockPoolAllocator::State::drop_each(OwnerRecord& owner, Notice& notice) no
   }
 }
 
-// The blocks' records stay as they are; removing the owner is what ends their references.
+// The blocks' records stay as they are; raising the owner's first serial, or removing it, is what
+// ends their references.
 void BlockPoolAllocator::State::hand_over(OwnerRecord& owner, Notice& notice) noexcept {
   for (int list = 0; list < BlockTable::kListCount; ++list) {
     const OwnerList& held = owner.lists[list];

@@ -150,10 +150,16 @@ struct BlockPoolAllocator::State {
   /// The same for references that are alone (see are_alone) but may be named twice.
   void drop_alone(std::uint32_t owner_slot, std::span<const BlockHandle> handles,
                   Notice& notice) noexcept;
+  /// Whether these, known to be alone, are all that an owner has, each stream's in its order: then
+  /// drop_all puts them where drop_alone would.
+  bool are_all_in_order(std::span<const BlockHandle> handles,
+                        const OwnerRecord& owner) const noexcept;
+  /// Drops every reference of an owner that shares nothing, at one go.
+  void drop_all(std::uint32_t owner_slot, Notice& notice) noexcept;
   /// Drops every reference of `owner` one by one.
   void drop_each(OwnerRecord& owner, Notice& notice) noexcept;
-  /// Hands the lists of an owner that shares nothing to the free lists as they are; remove the
-  /// owner next.
+  /// Hands the lists of an owner that shares nothing to the free lists as they are; end its
+  /// references next.
   void hand_over(OwnerRecord& owner, Notice& notice) noexcept;
   /// Ends the owner's registration where nothing keeps it.
   void retire_owner(std::uint32_t slot) noexcept {

@@ -124,6 +124,26 @@ TEST_P(AllocatorConformance, freed_blocks_are_handed_out_last_in_first_out) {
   EXPECT_EQ(pool.blocks_for(1), (std::vector{blocks[1], blocks[3]}));
 }
 
+TEST_P(AllocatorConformance, freeing_all_of_an_owner_in_order_is_freeing_each) {
+  pool.register_owner(1);
+  ASSERT_FALSE(pool.try_reserve(1, 3, 0));
+  const auto blocks = pool.allocate(kStream, 7, 1);
+  pool.free(blocks);
+  pool.check_invariants();
+  EXPECT_EQ(pool.stats().blocks_in_use(), 0);
+  EXPECT_EQ(pool.stats().unused_slots(), 0);
+  EXPECT_EQ(pool.n_reserved(kStream, 1), 1) << "what is left of the reservation stays";
+  EXPECT_THROW(pool.register_owner(1), OwnerAlreadyActive) << "so does the registration";
+  for (const BlockHandle& block : blocks) EXPECT_FALSE(pool.info(block));
+  pool.free(blocks);  // all stale
+  const auto again = pool.allocate(kStream, 7, 1);
+  EXPECT_THAT(again, SizeIs(2));
+  EXPECT_EQ(again[0].id, blocks[1].id) << "the block freed last comes first";
+  EXPECT_EQ(again[1].id, blocks[0].id);
+  pool.free(blocks);  // of the checkout before: these do not touch the new one
+  EXPECT_THAT(pool.blocks_for(1), SizeIs(2));
+}
+
 TEST_P(AllocatorConformance, stale_handles_are_harmless_to_free_and_refused_elsewhere) {
   const auto old = pool.allocate(kStream, 4, 1);
   pool.free_all(1);
