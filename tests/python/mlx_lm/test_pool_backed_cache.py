@@ -46,6 +46,19 @@ def check(cache) -> None:
 # --- mlx-lm's contract ----------------------------------------------------------------------------
 
 
+def test_fault_F37_whatever_stock_offers_is_there():
+    stock, ours = KVCache(), PoolBackedKVCache(make_pool())
+    offered = [name for name in dir(stock) if not name.startswith("_")]
+    assert [name for name in offered if not hasattr(ours, name)] == []
+    for cache in (stock, ours):
+        append(cache, 3)
+    assert len(ours.state) == len(stock.state) == 3
+    assert ours.state[2] == stock.state[2] == 3
+    again = PoolBackedKVCache.from_state(ours.state)
+    assert again.offset == 3
+    assert mx.array_equal(again.keys_and_values()[0], stock.keys_and_values()[0])
+
+
 def test_signature_and_attributes():
     pool = make_pool()
     cache = PoolBackedKVCache(pool)
