@@ -17,6 +17,7 @@ help: ## what there is to make
 
 .PHONY: demo
 demo: build model ## a real model answers a prompt through the block pool, next to mlx-lm's own cache
+	@scripts/system_packages.sh blas || echo "Going on without OpenBLAS: reading the prompt takes longer"
 	$(KVPOOL) generate --model smollm2 --fp32 --compare-stock --max-tokens 80 \
 	  --prompt "What is a key-value cache in a language model? Answer in two sentences."
 
@@ -60,7 +61,8 @@ bench: build ## every benchmark; docs/benchmarks.md says what each measures
 
 .PHONY: lint
 lint: build ## formats, lint, types, layers
-	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
+	@echo "clang-format: $(words $(CPP_FILES)) files"
+	@$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	scripts/check_layers.py
