@@ -8,6 +8,7 @@
 #include "kvpool/methods/kivi.h"
 #include "kvpool/methods/linear_map.h"
 #include "kvpool/methods/polar.h"
+#include "kvpool/methods/qjl.h"
 #include "kvpool/methods/spectral.h"
 #include "kvpool/methods/turboquant_mse.h"
 #include "kvpool/methods/turboquant_prod.h"
@@ -83,6 +84,15 @@ constexpr MethodInfo kMethods[] = {
      .head_dim_multiple = 1 << Polar::kLevels,
      .parameters = kPolarParameters,
      .make = make_polar},
+    {.name = "qjl",
+     .title = "QJL: 1-Bit Quantized JL Transform for KV Cache Quantization with Zero Overhead",
+     .authors = "Zandieh, Daliri, Han",
+     .arxiv = "2406.03482",
+     .summary =
+         "Keeps the signs of random projections of a key and its norm; jl_dim sets the size, "
+         "bit_width_inlier is not read",
+     .parameters = kProdParameters,
+     .make = make_qjl},
     {.name = "spectral",
      .title = "3% Is All You Need: Breaking TurboQuant's Compression Limit via Spectral Structure",
      .authors = "Gopinath",
