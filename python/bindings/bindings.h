@@ -10,6 +10,7 @@ void bind_leases(nanobind::module_& m);
 void bind_block_storage(nanobind::module_& m);
 void bind_exact_cache(nanobind::module_& m);
 void bind_formats(nanobind::module_& m);
+void bind_methods(nanobind::module_& m);
 void bind_stream_lease(nanobind::module_& m);
 
 }  // namespace kvpool::bindings

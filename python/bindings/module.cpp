@@ -14,5 +14,6 @@ NB_MODULE(_native, m) {
   kvpool::bindings::bind_block_storage(m);
   kvpool::bindings::bind_exact_cache(m);
   kvpool::bindings::bind_formats(m);
+  kvpool::bindings::bind_methods(m);
   kvpool::bindings::bind_stream_lease(m);
 }

@@ -20,12 +20,20 @@ from kvpool.core.exceptions import (
 from kvpool.memory.block_pool import AllocationStats, Block, BlockPoolAllocator, PoolConfig
 
 if TYPE_CHECKING:
-    from kvpool.cache import ExactKVCache, KVCache
+    from kvpool.cache import (
+        STANDALONE_METHODS,
+        ExactKVCache,
+        KVCache,
+        KVCacheBuilder,
+        KVCacheConfig,
+        KVCacheFactory,
+    )
     from kvpool.memory.pool_backed_cache import PoolBackedKVCache, build_pooled_caches
     from kvpool.memory.pooled_cache import PooledKVCache
     from kvpool.prompt_cache import load_prompt_cache, save_prompt_cache
 
 __all__ = [
+    "STANDALONE_METHODS",
     "AllocationStats",
     "ArtifactNotFoundError",
     "Block",
@@ -35,6 +43,9 @@ __all__ = [
     "CyclicPipelineError",
     "ExactKVCache",
     "KVCache",
+    "KVCacheBuilder",
+    "KVCacheConfig",
+    "KVCacheFactory",
     "OwnerAlreadyActiveError",
     "PoolBackedKVCache",
     "PoolConfig",
@@ -49,7 +60,11 @@ __all__ = [
 
 _LAZY = {
     "ExactKVCache": "kvpool.cache",
+    "STANDALONE_METHODS": "kvpool.cache",
     "KVCache": "kvpool.cache",
+    "KVCacheBuilder": "kvpool.cache",
+    "KVCacheConfig": "kvpool.cache",
+    "KVCacheFactory": "kvpool.cache",
     "PoolBackedKVCache": "kvpool.memory.pool_backed_cache",
     "PooledKVCache": "kvpool.memory.pooled_cache",
     "build_pooled_caches": "kvpool.memory.pool_backed_cache",

@@ -15,7 +15,8 @@ def is_mlx(value: object) -> bool:
     return type(value).__module__.partition(".")[0] == "mlx"
 
 
-def _is_bfloat16(value: Any) -> bool:
+def is_bfloat16(value: Any) -> bool:
+    """Whether ``value`` is an MLX array or an ml_dtypes one of bfloat16s."""
     if is_mlx(value):
         import mlx.core as mx
 
@@ -42,7 +43,7 @@ def stored_numbers(call: str, name: str, value: Any) -> tuple[Array, bool]:
     Nothing but a long double is rounded: each dtype stays as it is, in the machine's byte order.
     Raises TypeError for what is no array of real numbers.
     """
-    if _is_bfloat16(value):
+    if is_bfloat16(value):
         return _bfloat16_bits(value), True
     try:
         array = np.asarray(value)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import abc
 from typing import Any
 
+from kvpool.cache.methods import STANDALONE_METHODS
+
+__all__ = ["STANDALONE_METHODS", "KVCache"]
+
 
 class KVCache(abc.ABC):
     """Keys and values of one attention head, a token at a time.

@@ -10,7 +10,7 @@ from typing import TextIO
 
 from kvpool.models.download import Progress
 
-__all__ = ["Section", "count", "megabytes", "note", "print_report", "progress_bar"]
+__all__ = ["Section", "count", "megabytes", "note", "print_grid", "print_report", "progress_bar"]
 
 Section = tuple[str, Sequence[tuple[str, str]]]
 """A title and its label and value pairs."""
@@ -45,6 +45,31 @@ def print_report(sections: Sequence[Section]) -> None:
             grid.add_row(Text(label), Text(value))
         console.print(Text(title, style="bold"))
         console.print(Padding(grid, (0, 0, 0, 2)))
+
+
+def print_grid(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints rows of columns on standard output."""
+    if not _draws_on(sys.stdout):
+        widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+        print(title)
+        for row in [header, *rows]:
+            line = "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+            print(f"  {line}".rstrip())
+        return
+
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for i, column in enumerate(header):
+        grid.add_column(column, style="cyan" if i == 0 else None, overflow="fold")
+    for row in rows:
+        grid.add_row(*map(Text, row))
+    console = Console(highlight=False)
+    console.print(Text(title, style="bold"))
+    console.print(Padding(grid, (0, 0, 0, 2)))
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from kvpool import __version__
-from kvpool.cli import generate, info, model
+from kvpool.cli import generate, info, methods, model
 from kvpool.cli.blas import prefer_openblas
 from kvpool.cli.errors import ERROR, INTERRUPTED, CommandError
 from kvpool.models import ModelError
@@ -24,6 +24,7 @@ examples:
   kvpool generate --prompt "Why is the sky blue?"
   kvpool generate --prompt "Count to ten." --compare-stock
   kvpool model fetch smollm2
+  kvpool methods --bits 3
   kvpool info
 
 exit codes: 0 done, 1 error, 2 wrong usage, 3 the pool ran out of blocks,
@@ -85,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.add_parser(commands)
     model.add_parser(commands)
+    methods.add_parser(commands)
     info.add_parser(commands)
     return parser
 
