@@ -1,16 +1,20 @@
 """Quality against bytes a token of every method and width, ours and the published package's.
 
-python benchmarks/methods_quality.py
+python benchmarks/methods_quality.py [METHOD...]
 
 Writes docs/methods_quality.json, which scripts/methods_page.py turns into tables and a plot. Both
 packages see the same keys, values and queries: 512 normal tokens of 128 numbers, 16 queries of each
-kind, 10 seeds. Takes some minutes, nearly all of them in the published package.
+kind, 10 seeds. Takes some minutes, nearly all of them in the published package;
+with METHODs measures those and keeps the others' points.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -53,22 +57,24 @@ def our_configs() -> Iterator[tuple[str, KVCacheConfig]]:
                 f"{bits} bits, values {value_bits}",
                 KVCacheConfig(method=method, bit_width_inlier=bits, value_bits=value_bits),
             )
-    yield "2 bits, 128 exact", KVCacheConfig(method="kivi", bit_width_inlier=2)
+    for bits in PUBLISHED_WIDTHS["kivi"]:
+        yield f"{width(bits)}, 128 exact", KVCacheConfig(method="kivi", bit_width_inlier=bits)
 
 
 class Published:
     """A cache of the published package behind what quality_of asks for."""
 
-    def __init__(self, method: str, bits: int, draw: Draw, seed: int) -> None:
+    def __init__(self, method: str, bits: int, exact: int, draw: Draw, seed: int) -> None:
         import mlx.core as mx
         import veloxquant_mlx
 
         self.mx = mx
-        builder = veloxquant_mlx.KVCacheBuilder().with_method(method).with_head_dim(128)
-        self.cache = builder.with_bit_width(bits).with_seed(seed).build()
+        config = veloxquant_mlx.KVCacheConfig(
+            method=method, head_dim=128, bit_width_inlier=bits, seed=seed, residual_length=exact
+        )
+        self.cache = veloxquant_mlx.KVCacheFactory.create(config)
         keys, values = (mx.array(rows.astype(np.float16)) for rows in (draw.keys, draw.values))
         if method == "kivi":  # gives back all keys and values; attention is left to mlx-lm
-            self.cache.residual_length = 0
             self.rows = self.cache.update_and_fetch(keys[None, None], values[None, None])
             self.n_bytes = keys.nbytes + values.nbytes
             return
@@ -91,15 +97,15 @@ class Published:
         return np.asarray(output.astype(mx.float32))
 
 
-def published_points() -> Iterator[dict[str, Any]]:
+def published_points(methods: Collection[str]) -> Iterator[dict[str, Any]]:
     peer.install()
     for method, widths in PUBLISHED_WIDTHS.items():
-        for bits in widths:
-            quality = quality_of(
-                lambda draw, seed, method=method, bits=bits: Published(method, bits, draw, seed),
-                n_seeds=N_SEEDS,
-            )
-            yield point("published", method, width(bits), quality)
+        for bits, exact in itertools.product(widths, (0, 128)):
+            if method not in methods or (exact and method != "kivi"):
+                continue
+            quality = quality_of(functools.partial(Published, method, bits, exact), n_seeds=N_SEEDS)
+            label = f"{width(bits)}, {exact} exact" if exact else width(bits)
+            yield point("published", method, label, quality)
 
 
 def point(package: str, method: str, label: str, quality: Any) -> dict[str, Any]:
@@ -116,11 +122,18 @@ def point(package: str, method: str, label: str, quality: Any) -> dict[str, Any]
 
 
 def main() -> None:
-    points = [
+    chosen = set(sys.argv[1:]) or set(METHODS)
+    old = json.loads(OUTPUT.read_text())["points"] if OUTPUT.exists() else []
+    new = [
         point("kvpool", config.method, label, measure_quality(config, N_SEEDS))
         for label, config in our_configs()
+        if config.method in chosen
     ]
-    points += published_points()
+    new += published_points(chosen)
+    # In one order, whatever was measured when.
+    ranks = {name: rank for rank, name in enumerate(METHODS)}
+    points = [*(old_point for old_point in old if old_point["method"] not in chosen), *new]
+    points.sort(key=lambda found: (found["package"], ranks[found["method"]]))
     document = {"published": f"{peer.NAME} {peer.VERSION}", "points": points}
     OUTPUT.write_text(json.dumps(document, indent=1) + "\n")
 

@@ -31,7 +31,7 @@ COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#8e5aa8", "#c98a1b", "#4a4a4a")
 
 WIDTH, HEIGHT = 860, 520
 LEFT, RIGHT, TOP, BOTTOM = 70, 210, 30, 60
-MOST_BYTES = 400
+MOST_BYTES = 550
 LEAST_MISS, MOST_MISS = 1e-4, 0.6
 
 
@@ -63,18 +63,34 @@ def axes() -> Iterator[str]:
     yield text(LEFT, TOP - 12, "cosine to exact attention (512 normal tokens)")
 
 
-def curve(points: list[Point], colour: str, published: bool) -> Iterator[str]:
+def curve(points: list[Point], colour: str, dashes: str, hollow: bool) -> Iterator[str]:
     places = sorted((x_of(point["bytes"]), y_of(point["cosine"])) for point in points)
-    dash = ' stroke-dasharray="5 4"' if published else ""
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    yield f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.6"{dash}/>'
+    yield f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.6"{dashes}/>'
     for x, y in places:
-        fill = "white" if published else colour
+        fill = "white" if hollow else colour
         yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{fill}" stroke="{colour}"/>'
 
 
-def is_on_main_curve(point: Point) -> bool:
-    return "values" not in point["label"] and "exact" not in point["label"]
+def ours(point: Point) -> bool:
+    return point["package"] == "kvpool" and not {"values", "exact"} & set(words(point))
+
+
+def packed(point: Point) -> bool:
+    """Keys and values of equal width."""
+    return point["method"] == "turboquant_mse" and words(point)[::3] == [words(point)[0]] * 2
+
+
+def theirs(point: Point) -> bool:
+    return point["package"] == "published" and "exact" not in words(point)
+
+
+def words(point: Point) -> list[str]:
+    return str(point["label"].replace(",", "")).split()
+
+
+DASHED = ' stroke-dasharray="5 4"'
+DOTTED = ' stroke-dasharray="1.5 3"'
 
 
 def plot(points: list[Point], published: str) -> str:
@@ -86,26 +102,23 @@ def plot(points: list[Point], published: str) -> str:
     ]
     legend = WIDTH - RIGHT + 16
     for row, (method, colour) in enumerate(zip(METHODS, COLOURS, strict=True)):
-        for package in ("kvpool", "published"):
-            chosen = [
-                point
-                for point in points
-                if (point["method"], point["package"]) == (method, package)
-                and point["bytes"] <= MOST_BYTES
-                and is_on_main_curve(point)
-            ]
-            if chosen:
-                parts += curve(chosen, colour, package == "published")
+        for chosen, dashes in ((ours, ""), (packed, DOTTED), (theirs, DASHED)):
+            shown = [point for point in points if point["method"] == method and chosen(point)]
+            if shown:
+                parts += curve(shown, colour, dashes, hollow=chosen is theirs)
         y = TOP + 20 + 22 * row
         parts.append(f'<circle cx="{legend}" cy="{y - 4}" r="4" fill="{colour}"/>')
         parts.append(text(legend + 12, y, method))
     y = TOP + 20 + 22 * len(METHODS)
-    for words, published_line in (("kvpool, values at 8 bits", False), (published, True)):
+    for label, dashes in (
+        ("kvpool, values at 8 bits", ""),
+        ("... values packed alike", DOTTED),
+        (published, DASHED),
+    ):
         y += 22
-        dash = ' stroke-dasharray="5 4"' if published_line else ""
         line = f"M{legend - 4} {y - 4}H{legend + 20}"
-        parts.append(f'<path d="{line}" stroke="#444" stroke-width="1.6"{dash}/>')
-        parts.append(text(legend + 26, y, words))
+        parts.append(f'<path d="{line}" stroke="#444" stroke-width="1.6"{dashes}/>')
+        parts.append(text(legend + 26, y, label))
     return "\n".join([*parts, "</svg>", ""])
 
 
