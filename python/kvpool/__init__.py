@@ -10,6 +10,7 @@ from kvpool._lazy import lazy_attributes
 from kvpool._native import __version__
 from kvpool.core.exceptions import (
     ArtifactNotFoundError,
+    AttentionHookError,
     BlockPoolExhaustedError,
     CodebookDimensionMismatch,
     CyclicPipelineError,
@@ -30,12 +31,25 @@ if TYPE_CHECKING:
     )
     from kvpool.memory.pool_backed_cache import PoolBackedKVCache, build_pooled_caches
     from kvpool.memory.pooled_cache import PooledKVCache
+    from kvpool.mlx_lm.paged import (
+        AgePolicy,
+        AttentionStats,
+        attention,
+        attention_stats,
+        install_attention,
+        is_attention_installed,
+        reset_attention_stats,
+        uninstall_attention,
+    )
     from kvpool.prompt_cache import load_prompt_cache, save_prompt_cache
 
 __all__ = [
     "STANDALONE_METHODS",
+    "AgePolicy",
     "AllocationStats",
     "ArtifactNotFoundError",
+    "AttentionHookError",
+    "AttentionStats",
     "Block",
     "BlockPoolAllocator",
     "BlockPoolExhaustedError",
@@ -53,12 +67,26 @@ __all__ = [
     "PromptCacheError",
     "QuantizerConfigError",
     "__version__",
+    "attention",
+    "attention_stats",
     "build_pooled_caches",
+    "install_attention",
+    "is_attention_installed",
     "load_prompt_cache",
+    "reset_attention_stats",
     "save_prompt_cache",
+    "uninstall_attention",
 ]
 
 _LAZY = {
+    "AgePolicy": "kvpool.mlx_lm.paged",
+    "AttentionStats": "kvpool.mlx_lm.paged",
+    "attention": "kvpool.mlx_lm.paged",
+    "attention_stats": "kvpool.mlx_lm.paged",
+    "install_attention": "kvpool.mlx_lm.paged",
+    "is_attention_installed": "kvpool.mlx_lm.paged",
+    "reset_attention_stats": "kvpool.mlx_lm.paged",
+    "uninstall_attention": "kvpool.mlx_lm.paged",
     "ExactKVCache": "kvpool.cache",
     "STANDALONE_METHODS": "kvpool.cache",
     "KVCache": "kvpool.cache",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 __all__ = [
     "ArtifactNotFoundError",
+    "AttentionHookError",
     "BlockPoolExhaustedError",
     "CodebookDimensionMismatch",
     "CyclicPipelineError",
@@ -33,6 +34,10 @@ class BlockPoolExhaustedError(RuntimeError):
     available: int | None = None
     managed: int | None = None
     tokens_that_fit: int | None = None
+
+
+class AttentionHookError(RuntimeError):
+    """The attention of this mlx-lm cannot be replaced, or was replaced by something else since."""
 
 
 class OwnerAlreadyActiveError(ValueError):
