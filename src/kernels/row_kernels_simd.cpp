@@ -158,16 +158,27 @@ HWY_INLINE void decode_polar_as(const CodeRows& rows, const float* cosine, const
   const Table cosines(cosine);
   const Table sines(sine);
   const CodeLoader loader(rows);
+  // Where the last vector of the cosine half runs into the sine half, it has to be stored before.
+  const bool at_once =
+      rows.n_codes % kRowPadding == 0 || (rows.n_codes < kRowPadding && lanes() == kRowPadding);
   for (std::int64_t r = 0; r < rows.n_rows; ++r) {
     const float* HWY_RESTRICT radii = in.data + r * in.stride;
     float* HWY_RESTRICT to = out.data + r * out.stride;
-    // The cosine half's last vector may run into the sine half, so it goes first.
-    loader.for_each(r, [&](std::int64_t i, auto codes) HWY_ATTR {
+    const auto store_cosines = [&](std::int64_t i, auto codes) HWY_ATTR {
       hn::StoreU(hn::Mul(hn::LoadU(d, radii + i), cosines[codes]), d, to + i);
-    });
-    loader.for_each(r, [&](std::int64_t i, auto codes) HWY_ATTR {
+    };
+    const auto store_sines = [&](std::int64_t i, auto codes) HWY_ATTR {
       hn::StoreU(hn::Mul(hn::LoadU(d, radii + i), sines[codes]), d, to + rows.n_codes + i);
-    });
+    };
+    if (at_once) {
+      loader.for_each(r, [&](std::int64_t i, auto codes) HWY_ATTR {
+        store_cosines(i, codes);
+        store_sines(i, codes);
+      });
+    } else {
+      loader.for_each(r, store_cosines);
+      loader.for_each(r, store_sines);
+    }
   }
 }
 
