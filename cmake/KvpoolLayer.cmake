@@ -1,10 +1,10 @@
-# kvpool_add_layer(<name> [DEPENDS <layer>...])
+# kvpool_add_layer(<name> [NOT_INSTALLED] [DEPENDS <layer>...])
 #
 # One layer of the architecture as a target: kvpool_<name>, alias kvpool::<name>, built from every
 # .cpp of the calling folder. Links only the named layers below it; a layer without sources is
-# header-only.
+# header-only. NOT_INSTALLED: no part of the package that find_package(kvpool) reads.
 function(kvpool_add_layer name)
-  cmake_parse_arguments(PARSE_ARGV 1 layer "" "" "DEPENDS")
+  cmake_parse_arguments(PARSE_ARGV 1 layer "NOT_INSTALLED" "" "DEPENDS")
   file(GLOB sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/*.cpp)
   if(sources)
     add_library(kvpool_${name} STATIC ${sources})
@@ -22,7 +22,9 @@ function(kvpool_add_layer name)
   target_compile_features(kvpool_${name} ${scope} cxx_std_20)
   list(TRANSFORM layer_DEPENDS PREPEND kvpool_)
   target_link_libraries(kvpool_${name} ${scope} ${layer_DEPENDS})
-  install(TARGETS kvpool_${name} EXPORT kvpoolTargets)
+  if(NOT layer_NOT_INSTALLED)
+    install(TARGETS kvpool_${name} EXPORT kvpoolTargets)
+  endif()
 endfunction()
 
 # Warnings and sanitizers of everything that is built here; never passed on to consumers.

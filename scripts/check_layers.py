@@ -24,11 +24,13 @@ ROWS = (
 )
 RANK = {layer: rank for rank, row in enumerate(reversed(ROWS)) for layer in row}
 
-# Third-party headers by prefix, and the only folders that may include them.
-THIRD_PARTY = {
-    "nanobind/": ("python/bindings",),
-    "Python.h": ("python/bindings",),
-    "mlx/": ("include/kvpool/mlx_ext", "src/mlx_ext"),
+# Headers by prefix, and the only folders that may include them.
+RESERVED = {
+    "nanobind/": ("python/bindings/", "python/bindings_mlx/"),
+    "Python.h": ("python/bindings/", "python/bindings_mlx/"),
+    "mlx/": ("include/kvpool/mlx_ext/", "src/mlx_ext/"),
+    # kvpool._native loads where there is no MLX.
+    "kvpool/mlx_ext/": ("include/kvpool/mlx_ext/", "src/mlx_ext/", "python/bindings_mlx/"),
     "hwy/": ("src/kernels", "src/methods"),
     "fmt/": (),
     "xxhash": ("src/prefix",),
@@ -65,14 +67,14 @@ def violations(root: Path) -> Iterator[str]:
                     yield f"{where}, of no known layer"
                 elif target != layer and RANK[target] >= RANK[layer]:
                     yield f"{where}: {layer} may not depend on {target}"
-            for prefix, allowed in THIRD_PARTY.items():
+            for prefix, allowed in RESERVED.items():
                 if included.startswith(prefix) and not str(path).startswith(allowed):
                     yield f"{where}: only {', '.join(allowed) or 'nobody'} may"
 
 
 def sources(root: Path) -> Iterator[tuple[Path, str]]:
     """The library's and the bindings' C++ files, as paths relative to `root`."""
-    for folder in ("include", "src", "python/bindings"):
+    for folder in ("include", "src", "python/bindings", "python/bindings_mlx"):
         for path in sorted((root / folder).rglob("*")):
             if path.suffix in {".h", ".cpp", ".cu"}:
                 yield path.relative_to(root), path.read_text()

@@ -5,6 +5,12 @@
 NB_MODULE(_native, m) {
   m.doc() = "The C++ part of kvpool that needs no MLX; use the package's own modules instead.";
   m.attr("__version__") = KVPOOL_VERSION;
+  // The MLX that kvpool._mlx was built for; None where it was not built.
+#ifdef KVPOOL_MLX_VERSION
+  m.attr("__mlx_version__") = KVPOOL_MLX_VERSION;
+#else
+  m.attr("__mlx_version__") = nanobind::none();
+#endif
   // A pool that is alive when the interpreter exits is no leak to print about.
   nanobind::set_leak_warnings(false);
   kvpool::bindings::register_exceptions();

@@ -35,6 +35,9 @@ def found_in(tmp_path: Path, file: str, include: str) -> list[str]:
         ("src/cache/a.cpp", "<nanobind/nanobind.h>"),
         ("src/cache/a.cpp", "<Python.h>"),
         ("python/bindings/a.cpp", "<mlx/array.h>"),
+        ("python/bindings/a.cpp", '"kvpool/mlx_ext/a.h"'),
+        ("python/bindings_mlx/a.cpp", "<mlx/array.h>"),
+        ("src/mlx_ext/a.cpp", "<nanobind/nanobind.h>"),
         ("src/core/a.cpp", '"kvpool/unheard_of/a.h"'),
         ("src/unheard_of/a.cpp", "<vector>"),
     ],
@@ -52,6 +55,9 @@ def test_a_forbidden_include_is_found(tmp_path: Path, file: str, include: str) -
         ("src/kernels/a.cpp", "<hwy/highway.h>"),
         ("src/core/a.cpp", "<vector>"),
         ("python/bindings/a.cpp", '"kvpool/cache/lease.h"'),
+        ("src/mlx_ext/a.cpp", "<mlx/array.h>"),
+        ("python/bindings_mlx/a.cpp", '"kvpool/mlx_ext/a.h"'),
+        ("python/bindings_mlx/a.cpp", "<nanobind/nanobind.h>"),
     ],
 )
 def test_an_include_that_points_down_passes(tmp_path: Path, file: str, include: str) -> None:
