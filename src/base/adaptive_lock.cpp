@@ -3,6 +3,8 @@
 #include <chrono>
 #include <thread>
 
+#include "kvpool/base/pause.h"
+
 namespace kvpool {
 
 namespace {
@@ -16,14 +18,6 @@ constexpr int kPatience = kPauseRounds + kYieldRounds;
 // real-time priority would never run while others only yield.
 constexpr int kRoundsPerSleep = 16;
 constexpr std::chrono::microseconds kSleep{50};
-
-void pause_processor() noexcept {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("isb" ::: "memory");
-#endif
-}
 
 void wait(int round) noexcept {
   if (round < kPauseRounds) {

@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
 #include <mutex>
 #include <system_error>
@@ -21,6 +22,7 @@ struct Entry {
 struct Registry {
   AdaptiveLock lock;  // taken before any registered lock, never while one is held
   std::uint64_t last_id = 0;
+  std::atomic<std::uint64_t> generation{0};
   std::vector<Entry> entries;  // in the order in which fork takes them
 };
 
@@ -38,6 +40,7 @@ void after_fork_in_parent() {
 
 void after_fork_in_child() {
   for (const Entry& entry : registry().entries) entry.lock->unlock_in_child();
+  registry().generation.fetch_add(1, std::memory_order_relaxed);
   registry().lock.unlock_in_child();
 }
 
@@ -70,5 +73,7 @@ ForkGuard::~ForkGuard() {
   std::lock_guard guard(all.lock);
   std::erase_if(all.entries, [this](const Entry& entry) { return entry.lock == &lock_; });
 }
+
+std::uint64_t fork_generation() { return registry().generation.load(std::memory_order_relaxed); }
 
 }  // namespace kvpool

@@ -27,4 +27,9 @@ class ForkGuard {
   std::uint64_t id_;
 };
 
+/// How many times fork(2) has led to this process since the library first counted: larger in a
+/// child than in its parent. What a child cannot inherit, such as threads, is made anew where this
+/// has grown. Costs a load.
+std::uint64_t fork_generation();
+
 }  // namespace kvpool

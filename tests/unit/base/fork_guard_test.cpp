@@ -69,5 +69,14 @@ TEST(ForkGuard, outer_locks_are_taken_first) {
   }
 }
 
+TEST(ForkGuard, the_fork_generation_grows_in_the_child_alone) {
+  const std::uint64_t before = fork_generation();
+  EXPECT_TRUE(testing::holds_in_child([&] {
+    return fork_generation() == before + 1 &&
+           testing::holds_in_child([&] { return fork_generation() == before + 2; });
+  }));
+  EXPECT_EQ(fork_generation(), before);
+}
+
 }  // namespace
 }  // namespace kvpool
