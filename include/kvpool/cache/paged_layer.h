@@ -1,0 +1,90 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "kvpool/cache/append_plan.h"
+#include "kvpool/cache/lease_errors.h"
+#include "kvpool/cache/page_view.h"
+#include "kvpool/cache/paged_group.h"
+#include "kvpool/cache/stream_layout.h"
+#include "kvpool/core/block_handle.h"
+
+namespace kvpool::cache {
+
+class PageTable;
+
+/// One layer of a PagedGroup: its tokens lie in blocks, a key and a value block for each
+/// block_size tokens, and are read there through views.
+///
+/// It keeps the books alone; bytes move when the AppendPlans run. The destructor takes the layer out
+/// of its group and gives its blocks back, in whatever thread, and leaves the other layers alone.
+///
+/// The rule that keeps readers safe: a page's tokens that a view, a fork or a plan may see are never
+/// written again. An append past them goes on in the same page; one that would write below them, or
+/// to a block with another owner, or to a demoted page, takes a fresh page and copies the tokens
+/// that stay.
+///
+/// After the blocks were freed behind it (free_all of the owner) every use but release(), reset()
+/// and the destructor throws LeaseLost.
+class PagedLayer {
+ public:
+  ~PagedLayer();
+  PagedLayer(const PagedLayer&) = delete;
+  PagedLayer& operator=(const PagedLayer&) = delete;
+
+  const std::shared_ptr<PagedGroup>& group() const noexcept { return group_; }
+  const PagedLayerSpec& spec() const noexcept { return spec_; }
+  const std::shared_ptr<const StreamLayout>& key_layout() const noexcept { return layouts_[0]; }
+  const std::shared_ptr<const StreamLayout>& value_layout() const noexcept { return layouts_[1]; }
+
+  /// Tokens appended and not trimmed, those behind a window included.
+  std::int64_t offset() const;
+  /// Tokens kept: offset() less what a window gave back.
+  std::int64_t length() const;
+  /// Position of the first token kept, a multiple of the block size.
+  std::int64_t first_position() const;
+  /// Blocks held, keys and values together.
+  std::int64_t n_blocks() const;
+  /// Bytes of their pages, by size class.
+  std::int64_t nbytes() const;
+  /// False once a window has closed over tokens.
+  bool is_trimmable() const;
+
+  /// Charges `n_tokens` (>= 1) more and says where to write them. Throws StepExhausted (no layer
+  /// has moved where it is the step's first), LeaseLost and InvalidArgument; then nothing changed.
+  std::shared_ptr<const AppendPlan> append(std::int64_t n_tokens);
+  /// The tokens now. Throws LeaseLost.
+  std::shared_ptr<const PageView> view() const;
+
+  /// Drops up to `n_tokens` (>= 0) of the newest tokens and returns how many: as many as the
+  /// shortest layer that holds any can, where the other layers are trimmed by the same amount. 0
+  /// once any layer's window has closed over tokens. Throws LeaseLost.
+  std::int64_t trim(std::int64_t n_tokens);
+  /// Takes the newest `n_tokens` of this layer alone back, at most what the last step brought where
+  /// the window has closed: for tokens whose plan will never run (see
+  /// AppendPlan::run_without_rows). Throws InvalidArgument for more than that, and LeaseLost.
+  void roll_back(std::int64_t n_tokens);
+  /// Gives this layer's blocks back: it is empty, the other layers stay.
+  void reset() noexcept;
+  /// PagedGroup::release.
+  void release() noexcept { group_->release(); }
+
+  /// A copy at the end of `group`, of the same pool, which shares every block: no bytes are copied
+  /// and no block is taken until one of the two writes to a shared one. Throws InvalidArgument for
+  /// another pool, and LeaseLost.
+  std::unique_ptr<PagedLayer> fork(std::shared_ptr<PagedGroup> group) const;
+
+ private:
+  friend class PagedGroup;
+
+  PagedLayer(std::shared_ptr<PagedGroup> group, const PagedLayerSpec& spec);
+
+  const std::shared_ptr<PagedGroup> group_;
+  const PagedLayerSpec spec_;
+  std::shared_ptr<const StreamLayout> layouts_[2];
+};
+
+}  // namespace kvpool::cache
