@@ -1,0 +1,234 @@
+#include "kvpool/formats/page_layout.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <string>
+
+#include "kvpool/base/error.h"
+#include "kvpool/base/half.h"
+#include "kvpool/formats/rows.h"
+
+namespace kvpool::formats {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "words of codes are little endian");
+
+constexpr std::uint16_t kHalfNan = 0x7e00;
+constexpr std::uint16_t kLargestHalf = 0x7bff;
+
+/// The largest half <= value, -65504 at least.
+std::uint16_t half_below(float value) noexcept {
+  std::uint16_t bits = float_to_half(value);
+  if (half_to_float(bits) > value) {
+    if ((bits & 0x7fff) == 0) {
+      bits = 0x8001;
+    } else {
+      bits = static_cast<std::uint16_t>(bits & 0x8000 ? bits + 1 : bits - 1);
+    }
+  }
+  return bits == 0xfc00 ? 0xfbff : bits;
+}
+
+struct GroupScale {
+  std::uint16_t scale;
+  std::uint16_t minimum;
+};
+
+/// A group's grid: the minimum is rounded down and the scale so that the largest number is at most
+/// half a step past the last code.
+GroupScale group_scale(const float* numbers, std::int64_t n, std::uint32_t max_code) noexcept {
+  float smallest = numbers[0];
+  float largest = numbers[0];
+  bool finite = true;
+  for (std::int64_t i = 0; i < n; ++i) {
+    finite = finite && std::isfinite(numbers[i]);
+    smallest = std::min(smallest, numbers[i]);
+    largest = std::max(largest, numbers[i]);
+  }
+  if (!finite) return {0, kHalfNan};
+  const std::uint16_t minimum = half_below(smallest);
+  const float steps = static_cast<float>(max_code);
+  const float range = largest - half_to_float(minimum);
+  std::uint16_t scale = std::min(float_to_half(range / steps), kLargestHalf);
+  if (half_to_float(scale) * (steps + 0.5f) < range && scale < kLargestHalf) ++scale;
+  return {scale, minimum};
+}
+
+template <int bits>
+void put_code(std::uint32_t* words, std::int64_t dim, std::uint32_t code) noexcept {
+  const std::int64_t k = dim / 4;
+  const std::int64_t byte = 8 * (dim % 4);
+  if constexpr (bits == 3) {
+    words[k / 8 * 3 + k % 8 / 4] |= (code & 3) << (byte + 2 * (k % 4));
+    words[k / 8 * 3 + 2] |= (code >> 2) << (byte + k % 8);
+  } else {
+    constexpr std::int64_t kQuads = 8 / bits;
+    words[k / kQuads] |= code << (byte + bits * (k % kQuads));
+  }
+}
+
+/// Words of a whole group; groups start on words of every format.
+template <int bits>
+constexpr std::int64_t kGroupWords = kPageGroup * bits / 32;
+
+/// Where the words, scale and minimum of a token's group lie.
+template <class Byte>
+struct Place {
+  Byte* words;
+  std::int64_t word_stride;  // in bytes
+  std::int64_t n_words;
+  Byte* scale;
+  Byte* minimum;
+
+  Place(const PageLayout& layout, Byte* head, std::int64_t token, std::int64_t group) noexcept {
+    const std::int64_t lanes = layout.lanes();
+    const std::int64_t per_group = kPageGroup * traits(layout.format).bits / 32;
+    const std::int64_t first = group * per_group;
+    words = head + ((token / lanes * layout.words() + first) * lanes + token % lanes) * 4;
+    word_stride = lanes * 4;
+    n_words = std::min(per_group, layout.words() - first);
+    const std::int64_t at = (group * layout.shape.block_size + token) * 2;
+    scale = head + layout.scales_offset() + at;
+    minimum = head + layout.minimums_offset() + at;
+  }
+};
+
+template <int bits>
+void encode(const Place<std::byte>& place, const float* numbers, std::int64_t n) noexcept {
+  constexpr std::uint32_t kMaxCode = (1u << bits) - 1;
+  const GroupScale grid = group_scale(numbers, n, kMaxCode);
+  std::memcpy(place.scale, &grid.scale, 2);
+  std::memcpy(place.minimum, &grid.minimum, 2);
+  const float scale = half_to_float(grid.scale);
+  const float inverse = scale > 0 ? 1 / scale : 0;
+  const float minimum = half_to_float(grid.minimum);
+  std::uint32_t words[kGroupWords<bits>] = {};
+  for (std::int64_t i = 0; i < n; ++i) {
+    const float code = (numbers[i] - minimum) * inverse + 0.5f;
+    // Written so that a NaN, in a group that is NaN anyway, becomes code 0.
+    const float kept = code > 0 ? std::min(code, static_cast<float>(kMaxCode)) : 0.0f;
+    put_code<bits>(words, i, static_cast<std::uint32_t>(kept));
+  }
+  for (std::int64_t w = 0; w < place.n_words; ++w) {
+    std::memcpy(place.words + w * place.word_stride, &words[w], 4);
+  }
+}
+
+template <int bits>
+void decode(const Place<const std::byte>& place, float* numbers, std::int64_t n) noexcept {
+  std::uint16_t scale_bits;
+  std::uint16_t minimum_bits;
+  std::memcpy(&scale_bits, place.scale, 2);
+  std::memcpy(&minimum_bits, place.minimum, 2);
+  const float scale = half_to_float(scale_bits);
+  const float minimum = half_to_float(minimum_bits);
+  const auto word = [&](std::int64_t w) {
+    std::uint32_t bits_of_word;
+    std::memcpy(&bits_of_word, place.words + w * place.word_stride, 4);
+    return bits_of_word;
+  };
+  for (std::int64_t i = 0; i < n; i += 4) {
+    const std::uint32_t codes = quad_codes<bits>(i / 4, word);
+    for (std::int64_t j = 0; j < std::min<std::int64_t>(4, n - i); ++j) {
+      numbers[i + j] = minimum + scale * static_cast<float>(codes >> (8 * j) & 0xff);
+    }
+  }
+}
+
+/// Bytes of a float group: numbers g * 64 .. of a row.
+template <class Byte>
+Byte* float_group(const PageLayout& layout, Byte* head, std::int64_t token,
+                  std::int64_t g) noexcept {
+  return head + (token * layout.shape.head_dim + g * kPageGroup) * (traits(layout.format).bits / 8);
+}
+
+}  // namespace
+
+void check_page(std::string_view call, const PageLayout& layout) {
+  const auto refuse = [&](const std::string& what) {
+    throw InvalidArgument("[" + std::string(call) + "] " + what);
+  };
+  if (std::ranges::find(kPageFormats, layout.format) == kPageFormats.end()) {
+    refuse(
+        "format must be one that a page can have (fp32, fp16, bf16, int8, int4, int3, int2), "
+        "got " +
+        std::string(traits(layout.format).name));
+  }
+  // Eight bytes a number bound every format, scales included.
+  std::int64_t room = std::numeric_limits<std::int64_t>::max() / 64;
+  for (const auto& [name, size] : {std::pair{"n_heads", layout.shape.n_heads},
+                                   {"block_size", layout.shape.block_size},
+                                   {"head_dim", layout.shape.head_dim}}) {
+    if (size < 1) refuse(std::string(name) + " must be >= 1, got " + std::to_string(size));
+    if (size > room) refuse(std::string(name) + " is too large, got " + std::to_string(size));
+    room /= size;
+  }
+}
+
+void encode_group(const PageLayout& layout, std::byte* page, std::int64_t head, std::int64_t token,
+                  std::int64_t g, const float* numbers) noexcept {
+  std::byte* to = page + head * layout.head_bytes();
+  const std::int64_t n = layout.group_size(g);
+  switch (layout.format) {
+    case Format::kInt8:
+      return encode<8>({layout, to, token, g}, numbers, n);
+    case Format::kInt4:
+      return encode<4>({layout, to, token, g}, numbers, n);
+    case Format::kInt3:
+      return encode<3>({layout, to, token, g}, numbers, n);
+    case Format::kInt2:
+      return encode<2>({layout, to, token, g}, numbers, n);
+    default: {
+      const auto width = static_cast<std::size_t>(n);
+      [[maybe_unused]] const auto bad =
+          encode_row(layout.format, {numbers, width},
+                     {float_group(layout, to, token, g), row_bytes(layout.format, width)});
+    }
+  }
+}
+
+void decode_group(const PageLayout& layout, const std::byte* page, std::int64_t head,
+                  std::int64_t token, std::int64_t g, float* numbers) noexcept {
+  const std::byte* from = page + head * layout.head_bytes();
+  const std::int64_t n = layout.group_size(g);
+  switch (layout.format) {
+    case Format::kInt8:
+      return decode<8>({layout, from, token, g}, numbers, n);
+    case Format::kInt4:
+      return decode<4>({layout, from, token, g}, numbers, n);
+    case Format::kInt3:
+      return decode<3>({layout, from, token, g}, numbers, n);
+    case Format::kInt2:
+      return decode<2>({layout, from, token, g}, numbers, n);
+    default: {
+      const auto width = static_cast<std::size_t>(n);
+      decode_row(layout.format,
+                 {float_group(layout, from, token, g), row_bytes(layout.format, width)},
+                 {numbers, width});
+    }
+  }
+}
+
+void encode_tokens(const PageLayout& layout, std::byte* page, std::int64_t head, std::int64_t first,
+                   std::int64_t count, const float* rows, std::int64_t row_stride) noexcept {
+  for (std::int64_t t = 0; t < count; ++t) {
+    for (std::int64_t g = 0; g < layout.groups(); ++g) {
+      encode_group(layout, page, head, first + t, g, rows + t * row_stride + g * kPageGroup);
+    }
+  }
+}
+
+void decode_tokens(const PageLayout& layout, const std::byte* page, std::int64_t head,
+                   std::int64_t first, std::int64_t count, float* rows,
+                   std::int64_t row_stride) noexcept {
+  for (std::int64_t t = 0; t < count; ++t) {
+    for (std::int64_t g = 0; g < layout.groups(); ++g) {
+      decode_group(layout, page, head, first + t, g, rows + t * row_stride + g * kPageGroup);
+    }
+  }
+}
+
+}  // namespace kvpool::formats

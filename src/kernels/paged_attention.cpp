@@ -1,0 +1,37 @@
+#include "kvpool/kernels/paged_attention.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace kvpool::kernels {
+namespace {
+
+std::size_t scalar_scratch_bytes(const PagedAttentionParams& p, std::int64_t) {
+  const std::int64_t key_dim = p.keys.shape.head_dim;
+  const std::int64_t value_dim = p.values.shape.head_dim;
+  return static_cast<std::size_t>(key_dim + std::max(key_dim, value_dim) + value_dim) *
+         sizeof(float);
+}
+
+}  // namespace
+
+std::span<const PagedAttentionKernel> paged_attention_kernels() {
+  static const std::vector<PagedAttentionKernel> kernels = {
+      {"scalar", scalar_scratch_bytes,
+       [](const PagedAttentionParams& params, std::byte* scratch, WorkerPool*) {
+         paged_attention_scalar(params, scratch);
+       }}};
+  return kernels;
+}
+
+std::size_t paged_attention_scratch_bytes(const PagedAttentionParams& params,
+                                          std::int64_t n_workers) noexcept {
+  return paged_attention_kernels().front().scratch_bytes(params, n_workers);
+}
+
+void paged_attention(const PagedAttentionParams& params, std::byte* scratch,
+                     WorkerPool* workers) noexcept {
+  paged_attention_kernels().front().run(params, scratch, workers);
+}
+
+}  // namespace kvpool::kernels
