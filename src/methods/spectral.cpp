@@ -26,6 +26,26 @@ std::vector<float> transposed(const std::vector<float>& matrix, std::int64_t n) 
   return rows;
 }
 
+/// More bits for the signal coordinates of calibrated data. Queries lie where keys do, so an error
+/// of the signal counts many times one of the noise.
+constexpr int kMoreSignalBits = 2;
+
+/// Turns the signal and the noise, each within itself: codebooks expect coordinates of one size,
+/// and those of an eigenbasis fall off. `vectors` are columns.
+std::vector<float> turned_within(std::vector<float> vectors, std::int64_t n,
+                                 std::int64_t signal_dims, std::uint64_t seed) {
+  const auto signal = make_rotation(signal_dims, seed);
+  const auto noise = make_rotation(n - signal_dims, seed);
+  std::vector<float> row(static_cast<std::size_t>(n));
+  for (std::int64_t i = 0; i < n; ++i) {
+    float* const coordinates = vectors.data() + i * n;
+    std::copy_n(coordinates, n, row.data());
+    signal->apply(row.data(), coordinates);
+    noise->apply(row.data() + signal_dims, coordinates + signal_dims);
+  }
+  return vectors;
+}
+
 }  // namespace
 
 Spectral::Spectral(Parts parts) : StreamCodec(parts.basis->rows()), parts_(std::move(parts)) {}
@@ -137,17 +157,24 @@ Method make_spectral(const KVCacheConfig& config) {
   const auto codec = [&](const std::vector<float>* vectors, std::uint64_t basis_seed,
                          std::int64_t signal_dims, TokenScale scale, bool with_sketch) {
     // The published coder rounds a block as if it were as long as the vector.
-    const auto levels = [&](std::int64_t n) {
-      return LevelCoder(Codebook::of_unit_vectors(config.as_published ? dims : n, bits), scale);
+    const auto levels = [&](std::int64_t n, int n_bits) {
+      return LevelCoder(Codebook::of_unit_vectors(config.as_published ? dims : n, n_bits), scale);
+    };
+    const bool calibrated = vectors != nullptr && !config.as_published;
+    const int signal_bits = calibrated ? std::min(bits + kMoreSignalBits, 8) : bits;
+    const auto basis = [&] {
+      if (vectors == nullptr) return make_rotation(dims, basis_seed, kind);
+      if (!calibrated) return make_dense_map(dims, dims, transposed(*vectors, dims));
+      return make_dense_map(
+          dims, dims, transposed(turned_within(*vectors, dims, signal_dims, basis_seed), dims));
     };
     std::optional<SignSketch> sketch;
     if (with_sketch) {
       sketch = make_sign_sketch(signal_dims, signal_dims, seed + 1, config.as_published);
     }
-    return std::make_unique<Spectral>(Spectral::Parts{
-        vectors ? make_dense_map(dims, dims, transposed(*vectors, dims))
-                : make_rotation(dims, basis_seed, kind),
-        signal_dims, levels(signal_dims), levels(dims - signal_dims), std::move(sketch)});
+    return std::make_unique<Spectral>(
+        Spectral::Parts{basis(), signal_dims, levels(signal_dims, signal_bits),
+                        levels(dims - signal_dims, bits), std::move(sketch)});
   };
   return {config,
           codec(calibration ? &calibration->key_vectors : nullptr, seed,

@@ -14,7 +14,9 @@ namespace kvpool::methods {
 /// SpectralQuant ("3% Is All You Need: Breaking TurboQuant's Compression Limit via Spectral
 /// Structure", Gopinath 2026): in the eigenbasis of calibration data a few signal coordinates carry
 /// most of a vector. They and the rest are rounded apart, each relative to its own size, and keys
-/// may add a sign sketch of the signal's error. Without calibration the basis is random.
+/// may add a sign sketch of the signal's error. Without calibration the basis is random. With it
+/// the signal has two bits more a coordinate, unless as published: at equal widths the error would
+/// lie where queries look, and the random basis, which spreads it, be better.
 class Spectral final : public StreamCodec {
  public:
   struct Parts {

@@ -120,11 +120,12 @@ TEST(Quality, spectral_works_in_the_basis_it_was_calibrated_with) {
     }
     return sum;
   };
-  EXPECT_GT(mean_cosine({.method = "spectral", .spectral_calibration = calibration}), 0.88);
-  // Signal and noise have their own scales: what is small is not lost in what is large.
+  // Two more bits on 8 of 128 coordinates beat two bits on all of a random basis by far.
+  EXPECT_GT(mean_cosine({.method = "spectral", .spectral_calibration = calibration}),
+            mean_cosine({.method = "spectral"}) + 0.03);
   EXPECT_GT(mean_cosine(
                 {.method = "spectral", .bit_width_inlier = 4, .spectral_calibration = calibration}),
-            0.99);
+            0.995);
 }
 
 }  // namespace
