@@ -25,7 +25,13 @@ from kvpool.mlx_lm.caches import (
 )
 from mlx_lm.generate import generate_step
 from mlx_lm.models import cache as stock
-from tiny_models import VOCABULARY, all_models, tiny_gemma3, tiny_llama
+from tiny_models import (
+    VOCABULARY,
+    all_models,
+    needs_quantised_attention,
+    tiny_gemma3,
+    tiny_llama,
+)
 
 PROMPT = [(7 * i + 3) % VOCABULARY for i in range(21)]
 
@@ -99,6 +105,7 @@ def test_generation_goes_on_with_the_same_tokens(tmp_path, name, way):
 
 
 def test_a_quantised_prompt(tmp_path):
+    needs_quantised_attention()
     model, pool, file = tiny_llama(), make_pool(), tmp_path / "prompt.safetensors"
     caches = processed(model, pool)
     caches = [cache.to_quantized(group_size=64, bits=8) for cache in caches]

@@ -8,7 +8,7 @@ from kvpool.memory.block_pool import BlockPoolAllocator, PoolConfig
 from kvpool.memory.pool_backed_cache import build_pooled_caches
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models.cache import make_prompt_cache
-from tiny_models import VOCABULARY, all_models, tiny_llama
+from tiny_models import VOCABULARY, all_models, needs_quantised_attention, tiny_llama
 
 PROMPT = [(7 * i + 3) % VOCABULARY for i in range(21)]
 
@@ -83,6 +83,7 @@ def test_two_requests_side_by_side():
 
 
 def test_quantising_while_decoding():
+    needs_quantised_attention()
     model = tiny_llama()
     options = {"kv_bits": 8, "quantized_kv_start": 10, "max_tokens": 30}
     pool = make_pool()
