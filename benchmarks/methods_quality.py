@@ -34,7 +34,7 @@ PUBLISHED_WIDTHS = {
     "spectral": (1, 2, 3, 4),
     "kivi": (2, 3, 4),
 }
-PACKED_VALUES = ((2, 2), (2, 3), (2, 4), (3, 3), (3, 4), (4, 4), (4, 5), (6, 6))
+PACKED_VALUES = ((2, 2), (2, 3), (2, 4), (3, 3), (3, 4), (4, 4), (4, 5), (6, 6), (6, 7))
 
 
 def width(bits: int) -> str:

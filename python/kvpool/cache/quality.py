@@ -12,7 +12,16 @@ import numpy.typing as npt
 from kvpool.cache.config import KVCacheConfig
 from kvpool.cache.quantized import QuantizedKVCache
 
-__all__ = ["Draw", "Quality", "attention", "draws", "measure_quality", "quality_of"]
+__all__ = [
+    "Draw",
+    "OurCache",
+    "Quality",
+    "attention",
+    "cosines",
+    "draws",
+    "measure_quality",
+    "quality_of",
+]
 
 _Numbers = npt.NDArray[Any]
 
@@ -74,28 +83,44 @@ def draws(head_dim: int, n_tokens: int = 512, n_queries: int = 16, n_seeds: int 
     return made
 
 
+def cosines(cache: Filled, draw: Draw, queries: _Numbers) -> _Numbers:
+    """Cosine of the cache's output to exact attention's, for each query."""
+    found: _Numbers = _compared(cache, draw, queries)[0]
+    return found
+
+
+def _compared(cache: Filled, draw: Draw, queries: _Numbers) -> tuple[_Numbers, _Numbers]:
+    """Cosines and relative errors."""
+    exact = attention(queries, draw.keys, draw.values)
+    output = np.asarray(cache.attend(queries), np.float64)
+    norms = np.linalg.norm(exact, axis=-1)
+    return (
+        (output * exact).sum(axis=-1) / (norms * np.linalg.norm(output, axis=-1)),
+        np.linalg.norm(output - exact, axis=-1) / norms,
+    )
+
+
 def quality_of(
     fill: Callable[[Draw, int], Filled], head_dim: int = 128, n_seeds: int = 3
 ) -> Quality:
     """Measures any cache: ``fill(draw, seed)`` makes one that holds the draw's tokens."""
-    cosines: list[float] = []
-    peaked: list[float] = []
-    errors: list[float] = []
+    found: list[_Numbers] = []
+    peaked: list[_Numbers] = []
+    errors: list[_Numbers] = []
     n_bytes = 0.0
     for seed, draw in enumerate(draws(head_dim, n_seeds=n_seeds)):
         cache = fill(draw, seed)
         n_bytes = cache.n_bytes / len(draw.keys)
-        for queries, found in ((draw.queries, cosines), (draw.peaked_queries, peaked)):
-            exact = attention(queries, draw.keys, draw.values)
-            output = np.asarray(cache.attend(queries), np.float64)
-            norms = np.linalg.norm(exact, axis=-1)
-            found.extend((output * exact).sum(axis=-1) / (norms * np.linalg.norm(output, axis=-1)))
-            if found is cosines:
-                errors.extend(np.linalg.norm(output - exact, axis=-1) / norms)
-    return Quality(float(np.mean(cosines)), float(np.mean(peaked)), float(np.mean(errors)), n_bytes)
+        of_queries, of_errors = _compared(cache, draw, draw.queries)
+        found.append(of_queries)
+        errors.append(of_errors)
+        peaked.append(cosines(cache, draw, draw.peaked_queries))
+    return Quality(float(np.mean(found)), float(np.mean(peaked)), float(np.mean(errors)), n_bytes)
 
 
-class _OurCache:
+class OurCache:
+    """A cache of ours that holds a draw's keys and values."""
+
     def __init__(self, config: KVCacheConfig, draw: Draw) -> None:
         self._cache = QuantizedKVCache(config)
         self._cache.append(draw.keys[None], draw.values[None])
@@ -112,7 +137,7 @@ def measure_quality(config: KVCacheConfig, n_seeds: int = 3) -> Quality:
     Each seed takes a rotation of its own. Raises QuantizerConfigError where the config cannot work.
     """
     return quality_of(
-        lambda draw, seed: _OurCache(replace(config, seed=config.seed + seed), draw),
+        lambda draw, seed: OurCache(replace(config, seed=config.seed + seed), draw),
         config.head_dim,
         n_seeds,
     )
