@@ -7,16 +7,11 @@
 
 #include "kvpool/formats/format.h"
 #include "kvpool/formats/page_layout.h"
+#include "kvpool/kernels/page_ref.h"
 
 namespace kvpool::kernels {
 
 class WorkerPool;
-
-/// One page: the bytes of a block, in one of formats::kPageFormats.
-struct PageRef {
-  const std::byte* data = nullptr;
-  formats::Format format{};
-};
 
 /// The pages of keys or of values, those of all sequences together.
 struct PagedStream {
