@@ -11,7 +11,7 @@ void BlockPoolAllocator::free(std::span<const BlockHandle> blocks) {
     std::lock_guard guard(state.lock);
     const auto n = static_cast<std::int64_t>(blocks.size());
     const std::uint32_t owner = n == 0 ? kNoOwner : state.owner_of(blocks[0]);
-    if (state.are_alone(blocks, owner)) {
+    if (state.are_alone(blocks, owner) && !state.owners[owner].pinned) {
       notice.prepare(state.observers, n);
       if (state.are_all_in_order(blocks, state.owners[owner])) {
         state.drop_all(owner, notice);
@@ -40,10 +40,10 @@ std::int64_t BlockPoolAllocator::free_all(OwnerId owner) noexcept {
       dropped = record.count();
       notice.prepare(state.observers, dropped);
       state.cancel_reservations(record);
-      if (record.shares) {
-        state.drop_each(record, notice);
-      } else {
+      if (record.is_plain()) {
         state.hand_over(record, notice);
+      } else {
+        state.drop_each(record, notice);
       }
       state.owners.remove(slot);
     }
@@ -67,9 +67,20 @@ void BlockPoolAllocator::State::drop(Reference reference, Notice& notice) noexce
   }
   if (--record.references != 0) return;
   count_fill(owner, record.n_used, -1);
+  if (is_pinned(index)) {
+    // In use as before; only the owner is gone.
+    stats.fragmented_count += is_fragmented(record.n_used);
+    stats.unused_slot_count += block_size - record.n_used;
+    return;
+  }
+  give_back(index, notice);
+}
+
+void BlockPoolAllocator::State::give_back(std::uint32_t index, Notice& notice) noexcept {
+  const BlockRecord& record = blocks[index];
   ++stats.n_frees;
   notice.add({BlockId{record.id}, index, record.serial});
-  blocks.push(list, index);
+  blocks.push(list_of(record), index);
 }
 
 void BlockPoolAllocator::State::drop_any(std::span<const BlockHandle> handles, Notice& notice) {

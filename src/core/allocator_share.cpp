@@ -37,44 +37,102 @@ void BlockPoolAllocator::State::share_each(std::uint32_t from, std::uint32_t to,
     const int list = earlier(heads[0], heads[1]) ? 0 : 1;
     const Reference source = heads[list];
     heads[list] = links(source).next;
-    const Reference copy = add_extra(record_of(source), ++last_serial, order_of(source));
-    links(copy).owner = to;
-    append(owners[to], list, copy);
-    ++blocks[record_of(source)].references;
-    handle = handle_of(copy);
+    handle = handle_of(share_one(record_of(source), list, to, order_of(source)));
+  }
+}
+
+Reference BlockPoolAllocator::State::share_one(std::uint32_t record, int list, std::uint32_t to,
+                                               std::uint64_t order) noexcept {
+  const Reference copy = add_extra(record, ++last_serial, order);
+  links(copy).owner = to;
+  append(owners[to], list, copy);
+  ++blocks[record].references;
+  return copy;
+}
+
+void BlockPoolAllocator::share(std::span<const BlockHandle> blocks, OwnerId owner,
+                               std::span<BlockHandle> out) {
+  constexpr const char* kCall = "BlockPoolAllocator::share";
+  State& state = *state_;
+  if (out.size() != blocks.size()) {
+    throw InvalidArgument(in_call(kCall) + "out must hold " + std::to_string(blocks.size()) +
+                          " handles, got " + std::to_string(out.size()));
+  }
+  if (blocks.empty()) return;
+  const auto n = static_cast<std::int64_t>(blocks.size());
+  std::lock_guard guard(state.lock);
+  state.check_owner(kCall, "owner", owner);
+  for (std::int64_t i = 0; i < n; ++i) state.resolve_live(kCall, blocks[i], n == 1 ? -1 : i);
+  state.extras.make_room(n);
+  state.owners.make_room();
+  const std::uint32_t to = state.activate(owner);
+  state.owners[to].shares = true;
+  for (std::int64_t i = 0; i < n; ++i) {
+    const std::uint32_t record = blocks[i].record;
+    state.owners[state.owner_of(blocks[i])].shares = true;
+    const int list = State::list_of(state.blocks[record]);
+    out[i] = state.handle_of(state.share_one(record, list, to, state.last_serial + 1));
   }
 }
 
 std::optional<Shortage> BlockPoolAllocator::try_writable(const BlockHandle& block,
                                                          BlockHandle& out) {
+  return try_writable(std::span(&block, 1), std::span(&out, 1));
+}
+
+std::optional<Shortage> BlockPoolAllocator::try_writable(std::span<const BlockHandle> blocks,
+                                                         std::span<BlockHandle> out) {
   constexpr const char* kCall = "BlockPoolAllocator::writable";
   State& state = *state_;
-  std::lock_guard guard(state.lock);
-  const Reference shared = state.resolve_live(kCall, block);
-  const std::uint32_t index = block.record;
-  if (state.blocks[index].references == 1) {
-    out = block;
-    return std::nullopt;
+  if (out.size() != blocks.size()) {
+    throw InvalidArgument(in_call(kCall) + "out must hold " + std::to_string(blocks.size()) +
+                          " handles, got " + std::to_string(out.size()));
   }
-  std::uint32_t slot = state.links(shared).owner;
-  const int list = state.list_of(kCall, block.stream);
+  const auto n = static_cast<std::int64_t>(blocks.size());
+  std::lock_guard guard(state.lock);
   State::Demand wanted;
-  wanted.blocks[list] = 1;
-  state.extras.make_room(1);
-  if (auto shortage = state.obtain(state.owners[slot].id, wanted, slot)) return shortage;
-
-  OwnerRecord& owner = state.owners[slot];
-  const BlockRecord& source = state.blocks[index];
-  const std::uint32_t fresh = state.take_unowned(list, FormatTag{source.format}, source.n_used);
-  const Reference copy = state.add_extra(fresh, state.last_serial, state.order_of(shared));
-  state.replace(owner, list, shared, copy);
-  --state.blocks[index].references;
-  state.count_fill(owner, source.n_used, +1);
-  state.use_reserved(owner, list, 1);
-  state.note_peak();
-  state.history.add(state.stats);
-  out = state.handle_of(copy);
+  std::uint32_t slot = kNoOwner;
+  std::int64_t n_shared = 0;
+  for (std::int64_t i = 0; i < n; ++i) {
+    const Reference reference = state.resolve_live(kCall, blocks[i], n == 1 ? -1 : i);
+    const std::uint32_t holder = state.links(reference).owner;
+    if ((i > 0 && holder != slot) || std::ranges::count(blocks.first(i), blocks[i]) != 0) {
+      throw InvalidArgument(in_call(kCall) + "blocks must be one owner's, each named once");
+    }
+    slot = holder;
+    if (state.blocks[blocks[i].record].references == 1) continue;
+    ++wanted.blocks[State::list_of(state.blocks[blocks[i].record])];
+    ++n_shared;
+  }
+  if (n_shared > 0) {
+    state.extras.make_room(n_shared);
+    if (auto shortage = state.obtain(state.owners[slot].id, wanted, slot)) return shortage;
+  }
+  for (std::int64_t i = 0; i < n; ++i) {
+    const bool alone = state.blocks[blocks[i].record].references == 1;
+    const BlockHandle own =
+        alone ? blocks[i] : state.handle_of(state.copy_on_write(state.resolve(kCall, blocks[i])));
+    out[i] = own;  // which may be blocks[i]
+  }
+  if (n_shared > 0) {
+    state.note_peak();
+    state.history.add(state.stats);
+  }
   return std::nullopt;
+}
+
+Reference BlockPoolAllocator::State::copy_on_write(Reference shared) noexcept {
+  const std::uint32_t index = record_of(shared);
+  OwnerRecord& owner = owners[links(shared).owner];
+  const BlockRecord& source = blocks[index];
+  const int list = list_of(source);
+  const std::uint32_t fresh = take_unowned(list, FormatTag{source.format}, source.n_used);
+  const Reference copy = add_extra(fresh, last_serial, order_of(shared));
+  replace(owner, list, shared, copy);
+  --blocks[index].references;
+  count_fill(owner, source.n_used, +1);
+  use_reserved(owner, list, 1);
+  return copy;
 }
 
 Reference BlockPoolAllocator::State::add_extra(std::uint32_t record, std::uint64_t serial,

@@ -104,7 +104,7 @@ class BlockPoolAllocator::State::Audit {
   void walk_blocks() {
     for (std::uint32_t index = 0; index < state_.blocks.size(); ++index) {
       const std::uint32_t references = seen_[index].references;
-      if (references == 0) continue;
+      if (references == 0 && !state_.is_pinned(index)) continue;
       const BlockRecord& record = state_.blocks[index];
       const auto check = [&](bool holds, const char* what) {
         require(holds, "block ", record.id, what);
@@ -131,6 +131,7 @@ class BlockPoolAllocator::State::Audit {
       };
       check(!seen_[i].free, " is listed twice");
       check(seen_[i].references == 0 && !state_.is_live(record), " is in use");
+      check(!state_.is_pinned(i), " is pinned");
       check(!record.retired, " is retired");
       check(record.stream == state_.stream_of(list), " is of another stream");
       seen_[i].free = true;

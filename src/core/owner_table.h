@@ -32,8 +32,12 @@ struct OwnerRecord {
   bool registered = false;
   /// May have extra references or blocks that others refer to, since a fork.
   bool shares = false;
+  /// May have blocks that a reader has pinned.
+  bool pinned = false;
 
   std::int64_t count() const noexcept { return std::int64_t{lists[0].count} + lists[1].count; }
+  /// Its blocks may go back as one list, whatever their number.
+  bool is_plain() const noexcept { return !shares && !pinned; }
   bool needed() const noexcept {
     return registered || (lists[0].count | lists[1].count | lists[0].reserved | lists[1].reserved);
   }

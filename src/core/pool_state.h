@@ -7,6 +7,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "block_record.h"
 #include "block_table.h"
@@ -32,7 +33,7 @@ inline std::string in_call(const char* call) { return std::string("[") + call + 
 /// Who holds a block: an owner's list of one stream runs through links.prev/next of records and
 /// extra references, oldest first; a free list runs through links.prev of records. So an owner that
 /// shares nothing gives all its blocks back by hanging its lists on the free lists, whatever their
-/// length.
+/// length. A block without references that a reader has pinned is *detained*: on no list, in use.
 struct BlockPoolAllocator::State {
   explicit State(PoolConfig pool_config);
 
@@ -143,7 +144,7 @@ struct BlockPoolAllocator::State {
     (place.next == kNoReference ? held.tail : links(place.next).prev) = place.prev;
     --held.count;
   }
-  /// Drops a live reference; the block goes back when it was the last.
+  /// Drops a live reference; the block goes back when it was the last and nobody reads it.
   void drop(Reference reference, Notice& notice) noexcept;
   /// Drops live and stale references alike, and owners that need not be kept.
   void drop_any(std::span<const BlockHandle> handles, Notice& notice);
@@ -166,6 +167,17 @@ struct BlockPoolAllocator::State {
     if (!owners[slot].needed()) owners.remove(slot);
   }
 
+  // --- readers -----------------------------------------------------------------------------------
+
+  bool is_pinned(std::uint32_t record) const noexcept {
+    return record < pins.size() && pins[record] != 0;
+  }
+  bool is_detained(std::uint32_t record) const noexcept {
+    return is_pinned(record) && blocks[record].references == 0;
+  }
+  /// Puts a block that nobody refers to on its free list; its fill is off the owner's gauges.
+  void give_back(std::uint32_t index, Notice& notice) noexcept;
+
   // --- sharing -----------------------------------------------------------------------------------
 
   /// Which of two lists' heads (kNoReference at the end) comes first in their owner's order.
@@ -174,8 +186,14 @@ struct BlockPoolAllocator::State {
   }
   /// Make room in `extras` first. The new reference belongs to nobody yet.
   Reference add_extra(std::uint32_t record, std::uint64_t serial, std::uint64_t order) noexcept;
+  /// Gives `to` one more reference to a block, at the end of its list.
+  Reference share_one(std::uint32_t record, int list, std::uint32_t to,
+                      std::uint64_t order) noexcept;
   /// Gives `to` a reference to each block of `from`, in order; out.size() is their number.
   void share_each(std::uint32_t from, std::uint32_t to, std::span<BlockHandle> out) noexcept;
+  /// Puts a fresh block in the place of `shared`, a reference to a block that others refer to too;
+  /// the block and room for an extra reference are there.
+  Reference copy_on_write(Reference shared) noexcept;
   /// Puts `copy` in the place of `shared`, which ends.
   void replace(OwnerRecord& owner, int list, Reference shared, Reference copy) noexcept;
 
@@ -282,6 +300,7 @@ struct BlockPoolAllocator::State {
   BlockTable blocks;
   OwnerTable owners;
   ReferenceSlab extras;
+  std::vector<std::uint32_t> pins;  // by record; as long as the last pin wanted it
   std::shared_ptr<const ObserverList> observers;  // null where there are none
   OwnerId next_minted_owner = kFirstMintedOwner;
   FormatNames formats;

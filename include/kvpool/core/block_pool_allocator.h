@@ -26,6 +26,9 @@ namespace kvpool::core {
 ///   never used --allocate--> in use (>= 1 references) --last free--> free --allocate--> in use
 ///        \------------------------- shrink --------------------------/---> retired (id is gone)
 ///
+/// A reader's pin keeps a block that lost its last reference in use, without an owner, until it is
+/// unpinned: only then it is free.
+///
 /// Every method may be called from any thread; each is atomic, and a call that fails (by value or
 /// by exception) has changed nothing. Free lists are stacks: the block freed last is handed out
 /// first. Misuse throws InvalidArgument before anything changes; running out is a value in the
@@ -99,10 +102,28 @@ class BlockPoolAllocator {
   /// Gives `new_owner`, which must hold no blocks, a reference to each block of `owner`, in the
   /// owner's order. No block leaves the free list.
   std::vector<BlockHandle> fork(OwnerId owner, OwnerId new_owner);
+  /// Gives `owner`, which may hold blocks and may be the one that holds these, one more reference to
+  /// each of `blocks`, after those it has; their handles go to `out`, which is as long. No block
+  /// leaves the free list. Throws for a stale or foreign handle.
+  void share(std::span<const BlockHandle> blocks, OwnerId owner, std::span<BlockHandle> out);
   /// Makes `block` the caller's alone: itself where it has one reference, otherwise a fresh block
   /// of the same stream, format and fill that takes its place in the owner's order while the old
   /// reference is dropped. Copying the bytes is the storage's part.
   [[nodiscard]] std::optional<Shortage> try_writable(const BlockHandle& block, BlockHandle& out);
+  /// The same for a few blocks of one owner, each named once: all or none. `out` may be `blocks`.
+  [[nodiscard]] std::optional<Shortage> try_writable(std::span<const BlockHandle> blocks,
+                                                     std::span<BlockHandle> out);
+
+  // --- readers -----------------------------------------------------------------------------------
+
+  /// Keeps each block in use for a reader, whatever becomes of its owners' references, which this is
+  /// none of: the block stays writable and markable. Pins are counted. Throws for a stale or foreign
+  /// handle anywhere in the list; then nothing is pinned.
+  void pin(std::span<const BlockHandle> blocks);
+  /// Takes one pin of each block back, by handles that were pinned (stale by now or not). A block
+  /// whose last reference is gone goes to its free list with its last pin, and counts as freed then.
+  /// Throws for a block that is not pinned; then nothing is unpinned.
+  void unpin(std::span<const BlockHandle> blocks);
 
   // --- fill and format ---------------------------------------------------------------------------
 
