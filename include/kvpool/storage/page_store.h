@@ -86,6 +86,7 @@ class PageStore {
 
  private:
   friend class SlotRef;
+  friend struct PageSlab;
   struct State;
   std::unique_ptr<State> state_;
 };
