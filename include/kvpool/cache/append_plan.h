@@ -6,21 +6,12 @@
 #include <vector>
 
 #include "kvpool/cache/stream_layout.h"
-#include "kvpool/formats/format.h"
+#include "kvpool/kernels/page_append.h"
 #include "kvpool/storage/page_slot.h"
 
 namespace kvpool::cache {
 
 class PagedPool;
-
-/// Rows of one stream, [n_heads, n_tokens, head_dim] with the last dim dense; strides in numbers.
-struct RowSource {
-  const void* data = nullptr;
-  /// fp32, fp16 or bf16.
-  formats::Format format = formats::Format::kFp32;
-  std::int64_t head_stride = 0;
-  std::int64_t token_stride = 0;
-};
 
 /// Where one append's tokens go. It is made when the tokens are charged and carried out later, in
 /// whatever thread, once or never; it keeps the memory that it touches, whatever becomes of the
@@ -63,10 +54,10 @@ class AppendPlan {
   /// Moves pages besides writing rows.
   bool moves_pages() const noexcept;
 
-  /// Writes the rows. Sources have n_tokens() tokens, and the heads and dims of their streams.
+  /// Writes the rows: n_tokens() tokens, of the heads and dims of their streams.
   /// Throws InvalidArgument for a source that is not of floats, before anything is written, and
   /// std::bad_alloc.
-  void run(const RowSource& keys, const RowSource& values) const;
+  void run(const kernels::SourceRows& keys, const kernels::SourceRows& values) const;
   /// For an append whose rows will never come, before its tokens are rolled back: zeros in their
   /// place, and what else the plan moves.
   void run_without_rows() const;

@@ -6,7 +6,8 @@
 
 namespace kvpool::kernels {
 
-/// One page of a block table, as a kernel sees it: where it lies and how its numbers lie in it.
+/// One page of a block table, as a kernel sees it: the bytes of a block, in one of
+/// formats::kPageFormats.
 struct PageRef {
   const std::byte* data = nullptr;
   formats::Format format{};
