@@ -3,6 +3,10 @@
 #include <algorithm>
 #include <vector>
 
+#if KVPOOL_HAVE_HIGHWAY
+#include "paged_prefill_simd.h"
+#endif
+
 namespace kvpool::kernels {
 namespace {
 
@@ -16,11 +20,17 @@ std::size_t scalar_scratch_bytes(const PagedAttentionParams& p, std::int64_t) {
 }  // namespace
 
 std::span<const PagedAttentionKernel> paged_attention_kernels() {
-  static const std::vector<PagedAttentionKernel> kernels = {
-      {"scalar", scalar_scratch_bytes,
-       [](const PagedAttentionParams& params, std::byte* scratch, WorkerPool*) {
-         paged_attention_scalar(params, scratch);
-       }}};
+  static const std::vector<PagedAttentionKernel> kernels = [] {
+    std::vector<PagedAttentionKernel> list;
+#if KVPOOL_HAVE_HIGHWAY
+    list = paged_prefill_simd_kernels();
+#endif
+    const PagedAttentionKernel::Variant scalar = {
+        scalar_scratch_bytes, [](const PagedAttentionParams& params, std::byte* scratch,
+                                 WorkerPool*) { paged_attention_scalar(params, scratch); }};
+    list.push_back({"scalar", scalar, scalar});
+    return list;
+  }();
   return kernels;
 }
 

@@ -20,6 +20,9 @@ struct PagedStream {
   formats::PageShape shape;
 };
 
+/// From so many queries on `prefill` is the faster variant.
+inline constexpr std::int64_t kPrefillQueries = 8;
+
 enum class MaskKind : std::uint8_t { kNone, kBoolean, kFp32, kFp16, kBf16 };
 
 /// Attention of a batch of sequences whose keys and values lie in pages, each page in a format of
@@ -101,12 +104,31 @@ void paged_attention(const PagedAttentionParams& params, std::byte* scratch,
 /// paged_attention_scratch_bytes(params, 1) of scratch.
 void paged_attention_scalar(const PagedAttentionParams& params, std::byte* scratch) noexcept;
 
-/// One implementation of paged_attention().
+/// One implementation of paged_attention(), in two shapes that both take any number of queries.
 struct PagedAttentionKernel {
+  struct Variant {
+    std::size_t (*scratch_bytes)(const PagedAttentionParams&, std::int64_t n_workers) = nullptr;
+    void (*run)(const PagedAttentionParams&, std::byte* scratch, WorkerPool* workers) = nullptr;
+  };
+
   /// The instructions it uses: "AVX3_DL", "NEON", ... or "scalar".
   std::string_view target;
-  std::size_t (*scratch_bytes)(const PagedAttentionParams&, std::int64_t n_workers) = nullptr;
-  void (*run)(const PagedAttentionParams&, std::byte* scratch, WorkerPool* workers) = nullptr;
+  /// Reads each page once for few queries.
+  Variant decode;
+  /// Multiplies tiles of queries with tiles of tokens.
+  Variant prefill;
+
+  const Variant& variant(const PagedAttentionParams& params) const noexcept {
+    return params.n_queries >= kPrefillQueries ? prefill : decode;
+  }
+  std::size_t scratch_bytes(const PagedAttentionParams& params,
+                            std::int64_t n_workers) const noexcept {
+    return variant(params).scratch_bytes(params, n_workers);
+  }
+  void run(const PagedAttentionParams& params, std::byte* scratch,
+           WorkerPool* workers) const noexcept {
+    variant(params).run(params, scratch, workers);
+  }
 };
 
 /// Those that this machine can run, fastest first; the last one is scalar.

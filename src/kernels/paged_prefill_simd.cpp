@@ -1,0 +1,421 @@
+// Attention of many queries over pages, as an online softmax over tiles of tokens (FlashAttention,
+// arXiv:2205.14135). Highway compiles this file once a target.
+//
+// A tile of keys and of values is decoded to fp32 once and serves all rows of an item. Scores are
+// kept with tokens down and rows (queries) across, so that no step adds up across a vector:
+//
+//   scores[t][rows]  = sum_d keys[t][d] * queries[d][rows]       broadcast a key, vectors of rows
+//   weights[t][rows] = exp2(scores - largest[rows])              a softmax a lane
+//   sums[row][dims]  = sum_t weights[t][row] * values[t][dims]   broadcast a weight, vectors of
+//   dims
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "paged_prefill_simd.cpp"
+// Blocks of accumulators are arrays, which vectors of a length unknown to the compiler cannot be
+// in.
+#undef HWY_DISABLED_TARGETS
+#define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
+#include <hwy/foreach_target.h>  // IWYU pragma: keep
+//
+#include <hwy/highway.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#include "kvpool/base/half.h"
+#include "kvpool/kernels/page_append.h"
+#include "kvpool/kernels/paged_attention.h"
+#include "kvpool/kernels/worker_pool.h"
+#include "paged_attention_common.h"
+#include "prefill_plan.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace kvpool::kernels {
+namespace HWY_NAMESPACE {
+
+namespace hn = hwy::HWY_NAMESPACE;
+
+using D = hn::CappedTag<float, 16>;
+using V = hn::Vec<D>;
+
+constexpr std::int64_t kTokens = PrefillPlan::kTokens;
+// Tokens (or rows) whose sums a micro-kernel holds in registers, by two vectors across: what 32 or
+// 16 vector registers have room for.
+constexpr std::int64_t kSpan = HWY_MAX_BYTES >= 64 || HWY_ARCH_ARM_A64 ? 8 : 4;
+static_assert(kTokens % kSpan == 0 && PrefillPlan::kRowStep % kSpan == 0);
+// Below this many multiplications a call is done before a sleeping thread wakes.
+constexpr std::int64_t kSmallWork = 1 << 20;
+
+constexpr float kLog2E = 1.44269504f;
+
+HWY_INLINE std::int64_t lanes() { return static_cast<std::int64_t>(hn::Lanes(D())); }
+
+/// scores[i][across] = sum_d keys[i][d] * queries[d][across], kSpan tokens by `n_vectors` vectors.
+template <int n_vectors>
+HWY_INLINE void score_block(const float* HWY_RESTRICT keys, std::int64_t key_stride,
+                            const float* HWY_RESTRICT queries, std::int64_t dim,
+                            float* HWY_RESTRICT scores, std::int64_t row_stride) {
+  const D d;
+  const std::int64_t n = lanes();
+  V sum[kSpan][n_vectors];
+  for (auto& token : sum) {
+    for (V& vector : token) vector = hn::Zero(d);
+  }
+  for (std::int64_t j = 0; j < dim; ++j, queries += n_vectors * n) {
+    V query[n_vectors];
+    for (int v = 0; v < n_vectors; ++v) query[v] = hn::Load(d, queries + v * n);
+    for (std::int64_t i = 0; i < kSpan; ++i) {
+      const V key = hn::Set(d, keys[i * key_stride + j]);
+      for (int v = 0; v < n_vectors; ++v) sum[i][v] = hn::MulAdd(key, query[v], sum[i][v]);
+    }
+  }
+  for (std::int64_t i = 0; i < kSpan; ++i) {
+    for (int v = 0; v < n_vectors; ++v) hn::Store(sum[i][v], d, scores + i * row_stride + v * n);
+  }
+}
+
+/// sums[i][across] = shrink[i] * sums[i][across] + sum_t weights[t][i] * values[t][across], kSpan
+/// rows by `n_vectors` vectors.
+template <int n_vectors>
+HWY_INLINE void value_block(const float* HWY_RESTRICT weights, std::int64_t row_stride,
+                            const float* HWY_RESTRICT values, std::int64_t value_stride,
+                            std::int64_t n_tokens, const float* HWY_RESTRICT shrink,
+                            float* HWY_RESTRICT sums, std::int64_t sum_stride) {
+  const D d;
+  const std::int64_t n = lanes();
+  V sum[kSpan][n_vectors];
+  for (std::int64_t i = 0; i < kSpan; ++i) {
+    for (int v = 0; v < n_vectors; ++v) {
+      sum[i][v] = hn::Mul(hn::Set(d, shrink[i]), hn::Load(d, sums + i * sum_stride + v * n));
+    }
+  }
+  for (std::int64_t t = 0; t < n_tokens; ++t, values += value_stride, weights += row_stride) {
+    V value[n_vectors];
+    for (int v = 0; v < n_vectors; ++v) value[v] = hn::Load(d, values + v * n);
+    for (std::int64_t i = 0; i < kSpan; ++i) {
+      const V weight = hn::Set(d, weights[i]);
+      for (int v = 0; v < n_vectors; ++v) sum[i][v] = hn::MulAdd(weight, value[v], sum[i][v]);
+    }
+  }
+  for (std::int64_t i = 0; i < kSpan; ++i) {
+    for (int v = 0; v < n_vectors; ++v) hn::Store(sum[i][v], d, sums + i * sum_stride + v * n);
+  }
+}
+
+/// 2^x for x <= 0: relative error below 2e-7, 1 at 0, 0 below -125, NaN for NaN.
+HWY_INLINE V exp2(V x) {
+  const D d;
+  const hn::RebindToSigned<D> di;
+  const V whole = hn::Round(x);
+  const V f = hn::Sub(x, whole);  // -0.5 .. 0.5; 2^f = 1 + f * p(f)
+  V p = hn::Set(d, 1.5353324e-4f);
+  p = hn::MulAdd(p, f, hn::Set(d, 1.3398870e-3f));
+  p = hn::MulAdd(p, f, hn::Set(d, 9.6184378e-3f));
+  p = hn::MulAdd(p, f, hn::Set(d, 5.5503324e-2f));
+  p = hn::MulAdd(p, f, hn::Set(d, 2.4022648e-1f));
+  p = hn::MulAdd(p, f, hn::Set(d, 6.9314718e-1f));
+  p = hn::MulAdd(p, f, hn::Set(d, 1.0f));
+  const auto exponent = hn::ShiftLeft<23>(hn::ConvertTo(di, whole));
+  const V power = hn::BitCast(d, hn::Add(hn::BitCast(di, p), exponent));
+  return hn::IfThenZeroElse(hn::Lt(x, hn::Set(d, -125.0f)), power);
+}
+
+/// One item of a plan.
+class Prefill {
+ public:
+  Prefill(const PagedAttentionParams& params, const PrefillPlan& plan, std::byte* memory,
+          std::int64_t item, int worker)
+      : p_(params), scratch_(params, plan, memory, worker), plan_(plan) {
+    const auto take = [&item](std::int64_t n) {
+      const std::int64_t index = item % n;
+      item /= n;
+      return index;
+    };
+    kv_head_ = take(p_.keys.shape.n_heads);
+    const std::int64_t head_tile = take(plan.head_tiles);
+    b_ = take(p_.batch);
+    // Causal queries see more the later they are: the longest items first, so that workers end
+    // together.
+    const std::int64_t query_tile = plan.query_tiles - 1 - item;
+    n_heads_ = std::min(plan.heads, plan.group - head_tile * plan.heads);
+    first_head_ = kv_head_ * plan.group + head_tile * plan.heads;
+    first_query_ = query_tile * plan.queries;
+    n_queries_ = std::min(plan.queries, p_.n_queries - first_query_);
+    n_rows_ = n_heads_ * n_queries_;
+    padded_rows_ = PrefillPlan::padded(n_rows_);
+    n_tokens_ = sequence_length(p_, b_);
+    seen_by_all_ = {0, n_tokens_};
+    seen_ = {n_tokens_, 0};
+    for (std::int64_t i = 0; i < n_queries_; ++i) {
+      const TokenRange seen = visible(p_, n_tokens_, first_query_ + i);
+      if (seen.first >= seen.last) {
+        seen_by_all_ = {0, 0};
+        continue;
+      }
+      seen_ = {std::min(seen_.first, seen.first), std::max(seen_.last, seen.last)};
+      seen_by_all_ = {std::max(seen_by_all_.first, seen.first),
+                      std::min(seen_by_all_.last, seen.last)};
+    }
+  }
+
+  void run() {
+    load_queries();
+    start_softmax();
+    for (std::int64_t t = seen_.first; t < seen_.last;) {
+      const std::int64_t end = std::min(t / kTokens * kTokens + kTokens, seen_.last);
+      if (load_bias(t, end - t)) attend_tile(t, end - t);
+      t = end;
+    }
+    store_output();
+  }
+
+ private:
+  /// Rows r .. r + 2 vectors (or what is left of them) lie together: [key head_dim, that many].
+  void load_queries() {
+    const std::int64_t dim = p_.keys.shape.head_dim;
+    std::fill_n(scratch_.queries, dim * padded_rows_, 0.0f);
+    const float scale = p_.scale * kLog2E;
+    for (std::int64_t r = 0; r < n_rows_; ++r) {
+      read_query(p_, b_, first_head_ + r / n_queries_, first_query_ + r % n_queries_, scratch_.row);
+      const std::int64_t panel = r / (2 * lanes()) * 2 * lanes();
+      const std::int64_t width = std::min(2 * lanes(), padded_rows_ - panel);
+      float* to = scratch_.queries + panel * dim + (r - panel);
+      for (std::int64_t j = 0; j < dim; ++j) to[j * width] = scratch_.row[j] * scale;
+    }
+  }
+
+  /// A sink is a token before all others whose value is zero.
+  void start_softmax() {
+    for (std::int64_t r = 0; r < padded_rows_; ++r) {
+      const bool sink = p_.sinks != nullptr && r < n_rows_;
+      scratch_.largest[r] = sink ? p_.sinks[first_head_ + r / n_queries_] * kLog2E : kHidden;
+      scratch_.total[r] = sink ? 1.0f : 0.0f;
+    }
+    std::fill_n(scratch_.sums, padded_rows_ * scratch_.value_stride, 0.0f);
+  }
+
+  /// What the mask adds to a tile's scores, in units of log2. False where it hides them all.
+  bool load_bias(std::int64_t first, std::int64_t n) {
+    if (p_.mask_kind == MaskKind::kNone) return true;
+    const std::int64_t n_heads = p_.mask_strides[1] == 0 ? 1 : n_heads_;
+    bool any = false;
+    for (std::int64_t r = 0; r < n_heads * n_queries_; ++r) {
+      for (std::int64_t t = 0; t < n; ++t) {
+        const float bias = masked(p_, b_, first_head_ + r / n_queries_,
+                                  first_query_ + r % n_queries_, first + t, 0.0f);
+        any = any || bias != kHidden;
+        // A finite number stays finite: among tokens all at the lowest number none is hidden.
+        const float in_log2 = bias == kHidden ? bias
+                              : std::isnan(bias)
+                                  ? bias
+                                  : std::max(bias * kLog2E, std::numeric_limits<float>::lowest());
+        scratch_.bias[t * scratch_.row_stride + r] = in_log2;
+      }
+    }
+    for (std::int64_t t = 0; any && t < n; ++t) {
+      float* bias = scratch_.bias + t * scratch_.row_stride;
+      for (std::int64_t r = n_heads * n_queries_; r < n_rows_; r += n_queries_) {
+        std::copy_n(bias, n_queries_, bias + r);
+      }
+      std::fill(bias + n_rows_, bias + padded_rows_, 0.0f);
+    }
+    return any;
+  }
+
+  void attend_tile(std::int64_t first, std::int64_t n) {
+    decode(p_.keys, first, n, scratch_.keys, scratch_.key_stride);
+    score(n);
+    const bool all_seen = seen_by_all_.first <= first && first + n <= seen_by_all_.last;
+    if (!all_seen || p_.mask_kind != MaskKind::kNone) hide(first, n, all_seen);
+    soften(n);
+    if (same_stream()) {
+      add_values(scratch_.keys, scratch_.key_stride, n);
+    } else {
+      decode(p_.values, first, n, scratch_.values, scratch_.value_stride);
+      add_values(scratch_.values, scratch_.value_stride, n);
+    }
+  }
+
+  bool same_stream() const {
+    return p_.keys.pages == p_.values.pages && p_.keys.shape == p_.values.shape;
+  }
+
+  /// Tokens first .. first + n of a stream as fp32 rows.
+  void decode(const PagedStream& stream, std::int64_t first, std::int64_t n, float* rows,
+              std::int64_t stride) const {
+    const std::int64_t block_size = stream.shape.block_size;
+    for (const std::int64_t last = first + n; first < last;) {
+      const std::int64_t slot = first % block_size;
+      const std::int64_t count = std::min(block_size - slot, last - first);
+      const PageRef& page = page_of(p_, stream, b_, first / block_size);
+      decode_head({page.format, stream.shape}, page.data, kv_head_, slot, count, rows, stride);
+      rows += count * stride;
+      first += count;
+    }
+  }
+
+  void score(std::int64_t n) {
+    const std::int64_t dim = p_.keys.shape.head_dim;
+    std::int64_t r = 0;
+    for (; r + 2 * lanes() <= padded_rows_; r += 2 * lanes()) score_panel<2>(n, r, dim);
+    if (r < padded_rows_) score_panel<1>(n, r, dim);
+  }
+
+  template <int n_vectors>
+  void score_panel(std::int64_t n, std::int64_t r, std::int64_t dim) {
+    // The last block reads past the tile's tokens, still in the scratch; nobody reads its scores.
+    for (std::int64_t t = 0; t < n; t += kSpan) {
+      score_block<n_vectors>(scratch_.keys + t * scratch_.key_stride, scratch_.key_stride,
+                             scratch_.queries + r * dim, dim,
+                             scratch_.scores + t * scratch_.row_stride + r, scratch_.row_stride);
+    }
+  }
+
+  /// Applies the mask, causality and the window to a tile's scores.
+  void hide(std::int64_t first, std::int64_t n, bool all_seen) {
+    const D d;
+    const hn::RebindToSigned<D> di;
+    const bool biased = p_.mask_kind != MaskKind::kNone;
+    HWY_ALIGN std::int32_t from[PrefillPlan::kRows + PrefillPlan::kRowStep];
+    HWY_ALIGN std::int32_t to[PrefillPlan::kRows + PrefillPlan::kRowStep];
+    for (std::int64_t r = 0; r < padded_rows_; ++r) {
+      const TokenRange seen = visible(p_, n_tokens_, first_query_ + r % n_queries_);
+      from[r] = static_cast<std::int32_t>(std::clamp<std::int64_t>(seen.first - first, 0, n));
+      to[r] = static_cast<std::int32_t>(std::clamp<std::int64_t>(seen.last - first, 0, n));
+    }
+    for (std::int64_t t = 0; t < n; ++t) {
+      float* scores = scratch_.scores + t * scratch_.row_stride;
+      const auto token = hn::Set(di, static_cast<std::int32_t>(t));
+      for (std::int64_t r = 0; r < padded_rows_; r += lanes()) {
+        V score = hn::Load(d, scores + r);
+        if (biased) {
+          score = hn::Add(score, hn::Load(d, scratch_.bias + t * scratch_.row_stride + r));
+        }
+        if (!all_seen) {
+          const auto hidden = hn::Or(hn::Lt(token, hn::Load(di, from + r)),
+                                     hn::Not(hn::Lt(token, hn::Load(di, to + r))));
+          score = hn::IfThenElse(hn::RebindMask(d, hidden), hn::Set(d, kHidden), score);
+        }
+        hn::Store(score, d, scores + r);
+      }
+    }
+  }
+
+  /// Turns a tile's scores into weights against each row's largest score so far.
+  void soften(std::int64_t n) {
+    const D d;
+    const V hidden = hn::Set(d, kHidden);
+    for (std::int64_t r = 0; r < padded_rows_; r += lanes()) {
+      float* scores = scratch_.scores + r;
+      const V before = hn::Load(d, scratch_.largest + r);
+      V largest = before;
+      // A NaN gives way to the number here and comes back as its own weight.
+      for (std::int64_t t = 0; t < n; ++t) {
+        largest = hn::Max(hn::Load(d, scores + t * scratch_.row_stride), largest);
+      }
+      // Where all is hidden so far any finite number will do.
+      const V shift = hn::IfThenZeroElse(hn::Eq(largest, hidden), largest);
+      const V shrink = exp2(hn::Sub(before, shift));
+      V total = hn::Zero(d);
+      for (std::int64_t t = 0; t < n; ++t) {
+        float* score = scores + t * scratch_.row_stride;
+        const V weight = exp2(hn::Sub(hn::Load(d, score), shift));
+        hn::Store(weight, d, score);
+        total = hn::Add(total, weight);
+      }
+      hn::Store(hn::MulAdd(hn::Load(d, scratch_.total + r), shrink, total), d, scratch_.total + r);
+      hn::Store(largest, d, scratch_.largest + r);
+      hn::Store(shrink, d, scratch_.shrink + r);
+    }
+  }
+
+  void add_values(const float* values, std::int64_t stride, std::int64_t n) {
+    const std::int64_t dim = p_.values.shape.head_dim;
+    std::int64_t j = 0;
+    for (; j + lanes() < dim; j += 2 * lanes()) add_panel<2>(values + j, stride, n, j);
+    if (j < dim) add_panel<1>(values + j, stride, n, j);
+  }
+
+  template <int n_vectors>
+  void add_panel(const float* values, std::int64_t stride, std::int64_t n, std::int64_t j) {
+    for (std::int64_t r = 0; r < padded_rows_; r += kSpan) {
+      value_block<n_vectors>(scratch_.scores + r, scratch_.row_stride, values, stride, n,
+                             scratch_.shrink + r, scratch_.sums + r * scratch_.value_stride + j,
+                             scratch_.value_stride);
+    }
+  }
+
+  void store_output() {
+    const std::int64_t dim = p_.values.shape.head_dim;
+    for (std::int64_t r = 0; r < n_rows_; ++r) {
+      float* row = scratch_.sums + r * scratch_.value_stride;
+      const float inverse = scratch_.total[r] == 0 ? 0.0f : 1.0f / scratch_.total[r];
+      for (std::int64_t j = 0; j < dim; ++j) row[j] *= inverse;
+      write_output(p_, b_, first_head_ + r / n_queries_, first_query_ + r % n_queries_, row);
+    }
+  }
+
+  const PagedAttentionParams& p_;
+  const PrefillScratch scratch_;
+  const PrefillPlan& plan_;
+  std::int64_t kv_head_, b_, first_head_, n_heads_, first_query_, n_queries_;
+  std::int64_t n_rows_, padded_rows_, n_tokens_;
+  TokenRange seen_;         // by any query
+  TokenRange seen_by_all_;  // by each of them
+};
+
+void PagedPrefill(const PagedAttentionParams& params, std::byte* scratch, WorkerPool* workers) {
+  const PrefillPlan plan(params, workers == nullptr ? 1 : workers->n_threads());
+  const std::int64_t n_items = plan.n_items(params);
+  const auto attend = [&](std::int64_t item, int worker) noexcept {
+    Prefill(params, plan, scratch, item, worker).run();
+  };
+  std::int64_t tokens = 0;
+  for (std::int64_t b = 0; b < params.batch; ++b) tokens += sequence_length(params, b);
+  const bool small = tokens * params.n_queries * params.n_q_heads *
+                         (params.keys.shape.head_dim + params.values.shape.head_dim) <
+                     kSmallWork;
+  if (workers == nullptr || small) {
+    for (std::int64_t item = 0; item < n_items; ++item) attend(item, 0);
+  } else {
+    workers->run(n_items, attend);
+  }
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace kvpool::kernels
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+#include "paged_prefill_simd.h"
+#include "simd_dispatch.h"
+
+namespace kvpool::kernels {
+
+HWY_EXPORT(PagedPrefill);
+
+namespace {
+
+std::size_t prefill_scratch_bytes(const PagedAttentionParams& params, std::int64_t n_workers) {
+  const PrefillPlan plan(params, n_workers);
+  return static_cast<std::size_t>(n_workers) * PrefillScratch(params, plan).floats * sizeof(float);
+}
+
+}  // namespace
+
+std::vector<PagedAttentionKernel> paged_prefill_simd_kernels() {
+  struct Entry {
+    std::string_view target;
+    decltype(PagedAttentionKernel::Variant::run) run;
+  };
+  std::vector<PagedAttentionKernel> kernels;
+  for (const Entry& entry : supported_kernels<Entry>(HWY_DISPATCH_TABLE(PagedPrefill))) {
+    const PagedAttentionKernel::Variant variant = {prefill_scratch_bytes, entry.run};
+    kernels.push_back({entry.target, variant, variant});
+  }
+  return kernels;
+}
+
+}  // namespace kvpool::kernels
+#endif
