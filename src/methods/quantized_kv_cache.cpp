@@ -1,8 +1,8 @@
 #include "kvpool/methods/quantized_kv_cache.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
-#include <limits>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -35,6 +35,28 @@ std::int64_t residual_length_of(const KVCacheConfig& config) {
 float largest_of(formats::Format precision) {
   constexpr float kLargestHalf = 65504;
   return precision == formats::Format::kFp16 ? kLargestHalf : kLargestInput;
+}
+
+/// Adds the tokens of a head from position `first` on, which lie in code space `space`.
+void attend_pages(AttentionRun& run, std::int64_t space, const TokenPages& pages, std::int64_t head,
+                  std::int64_t first) noexcept {
+  const CodecPair codecs = pages.codecs(head);
+  const kernels::RowKernels& kernels = run.kernels();
+  pages.for_each_page(
+      head, first, [&](ConstPage keys, ConstPage values, TokenRange range, std::int64_t position) {
+        for (std::int64_t done = 0; done < range.count; done += AttentionRun::kTile) {
+          const std::int64_t at = range.first + done;
+          const auto decode_with = [&](const StreamCodec& codec, ConstPage page) {
+            return [&codec, &kernels, page, at](TokenRange part, kernels::FloatRows out,
+                                                float* scratch) {
+              codec.decode(page, {at + part.first, part.count}, kernels, out, scratch);
+            };
+          };
+          run.add(space, space, position + done, std::min(AttentionRun::kTile, range.count - done),
+                  decode_with(*codecs.keys, keys), decode_with(*codecs.values, values),
+                  AttentionRun::NoBias{});
+        }
+      });
 }
 
 }  // namespace
@@ -263,31 +285,37 @@ void QuantizedKVCache::attend(const Queries& queries, float* output) const {
   const float scale = queries.scale.value_or(1 / std::sqrt(static_cast<float>(dims)));
   // Query heads that share a head of keys and values are one run of rows.
   const std::int64_t n_rows = queries.n_heads / shape_.n_kv_heads * queries.n_queries;
-  std::vector<std::int64_t> visible_end(size_of(n_rows), end_);
-  if (queries.causal_offset) {
-    for (std::int64_t row = 0; row < n_rows; ++row) {
-      visible_end[size_of(row)] = *queries.causal_offset + row % queries.n_queries + 1;
-    }
-  }
+  std::vector<float> memory;
   for (std::int64_t head = 0; head < shape_.batch * shape_.n_kv_heads; ++head) {
-    const float* rows = queries.data + head * n_rows * dims;
-    std::vector<AttentionRun> runs;
+    CodeSpaces spaces;
+    std::array<const TokenPages*, CodeSpaces::kMost> pages_of{};
     for (const TokenPages* pages : {coded_.get(), exact_.get()}) {
       if (pages == nullptr || pages->end() <= begin_) continue;
-      AttentionRun& run =
-          runs.emplace_back(pages->codecs(head), rows, n_rows, visible_end.data(), scale, kernels);
-      const std::int64_t first = pages == exact_.get() ? coded_->end() : begin_;
-      pages->for_each_page(head, std::max(first, begin_),
-                           [&](ConstPage keys, ConstPage values, TokenRange range,
-                               std::int64_t position) { run.add(keys, values, range, position); });
+      pages_of[size_of(spaces.n)] = pages;
+      spaces.spaces[size_of(spaces.n++)] = pages->codecs(head);
     }
-    for (std::int64_t row = 0; row < n_rows; ++row) {
-      float* out = output + (head * n_rows + row) * dims;
-      kernels::RunningSoftmax state{-std::numeric_limits<float>::infinity(), 0};
-      for (const AttentionRun& run : runs) run.merge(row, state, out);
-      if (state.total == 0) continue;
-      const float share = 1 / state.total;
-      for (std::int64_t i = 0; i < dims; ++i) out[i] *= share;
+    for (std::int64_t done = 0; done < n_rows; done += AttentionRun::kMaxRows) {
+      const std::int64_t n = std::min(AttentionRun::kMaxRows, n_rows - done);
+      const std::int64_t query_floats = AttentionRun::query_floats(spaces, n);
+      const std::int64_t sum_floats = AttentionRun::sum_floats(spaces, n);
+      memory.resize(size_of(query_floats + sum_floats + AttentionRun::work_floats(spaces, n)));
+      float* const start = memory.data();
+      AttentionRun run(spaces, n, kernels,
+                       {start, start + query_floats, start + query_floats + sum_floats});
+      for (std::int64_t row = 0; row < n; ++row) {
+        const std::int64_t at = done + row;
+        run.enter(row, queries.data + (head * n_rows + at) * dims, scale);
+        run.see(row, begin_,
+                queries.causal_offset ? *queries.causal_offset + at % queries.n_queries + 1 : end_);
+      }
+      run.clear();
+      for (std::int64_t s = 0; s < spaces.n; ++s) {
+        const TokenPages& pages = *pages_of[size_of(s)];
+        attend_pages(run, s, pages, head, &pages == coded_.get() ? begin_ : coded_->end());
+      }
+      for (std::int64_t row = 0; row < n; ++row) {
+        run.finish(row, output + (head * n_rows + done + row) * dims);
+      }
     }
   }
 }
