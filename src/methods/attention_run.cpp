@@ -91,8 +91,8 @@ void AttentionRun::clear() const noexcept {
   for (std::int64_t s = 0; s < spaces_.n; ++s) {
     std::fill_n(sums_[index(s)], n_rows_ * spaces_.value_stride(s), 0.0f);
   }
-  // Decoding leaves the rows' padding as it was.
-  std::fill(rows_, scratch_, 0.0f);
+  // Decoding leaves padding as it was, which meets zeros, and zero times NaN is NaN.
+  std::fill(rows_, scores_ + work_floats(spaces_, n_rows_), 0.0f);
 }
 
 TokenRange AttentionRun::look(std::int64_t position, std::int64_t count) noexcept {
