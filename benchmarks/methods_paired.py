@@ -5,7 +5,8 @@ python benchmarks/methods_paired.py [METHOD...] [--draws 60] [--queries 64] [--j
 docs/methods.md compares means of ten draws, which differ by chance: at one bit a draw's cosine
 moves by hundredths. Here both packages see the same keys, values and queries in every draw, each
 with rotations of its own, and the differences are averaged. A third contestant is ours with every
-choice as published, which tells the effect of a choice from chance.
+choice as published, which tells the effect of a choice from chance. An existing JSON keeps the
+figures of methods that are not measured.
 """
 
 from __future__ import annotations
@@ -102,6 +103,9 @@ def main() -> None:
         for bits in PUBLISHED_WIDTHS[method]
     ]
     if options.json:
+        if options.json.exists():
+            old = json.loads(options.json.read_text())["results"]
+            results = [row for row in old if row["method"] not in options.methods] + results
         document = {
             "title": "Quality against the published package, paired",
             "published": f"{peer.NAME} {peer.VERSION}",
