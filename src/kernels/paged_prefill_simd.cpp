@@ -197,25 +197,48 @@ class Prefill {
 
   /// What the mask adds to a tile's scores, in units of log2. False where it hides them all.
   bool load_bias(std::int64_t first, std::int64_t n) {
-    if (p_.mask_kind == MaskKind::kNone) return true;
-    const std::int64_t n_heads = p_.mask_strides[1] == 0 ? 1 : n_heads_;
+    switch (p_.mask_kind) {
+      case MaskKind::kNone:
+        return true;
+      case MaskKind::kBoolean:
+        return load_bias<std::uint8_t>(first, n, [](auto seen) { return seen ? 0.0f : kHidden; });
+      case MaskKind::kFp32:
+        return load_bias<float>(first, n, bias_in_log2);
+      case MaskKind::kFp16:
+        return load_bias<std::uint16_t>(
+            first, n, [](auto bits) { return bias_in_log2(half_to_float(bits)); });
+      case MaskKind::kBf16:
+        return load_bias<std::uint16_t>(
+            first, n, [](auto bits) { return bias_in_log2(bfloat16_to_float(bits)); });
+    }
+    return true;
+  }
+
+  /// A finite number stays finite: among tokens all at the lowest number none is hidden.
+  static float bias_in_log2(float bias) {
+    const float in_log2 = bias * kLog2E;
+    return in_log2 == kHidden && bias != kHidden ? std::numeric_limits<float>::lowest() : in_log2;
+  }
+
+  template <class Number, class Read>
+  bool load_bias(std::int64_t first, std::int64_t n, Read read) {
+    const std::int64_t n_rows = p_.mask_strides[1] == 0 ? n_queries_ : n_rows_;
     bool any = false;
-    for (std::int64_t r = 0; r < n_heads * n_queries_; ++r) {
+    for (std::int64_t r = 0; r < n_rows; ++r) {
+      const Number* mask = static_cast<const Number*>(p_.mask) + b_ * p_.mask_strides[0] +
+                           (first_head_ + r / n_queries_) * p_.mask_strides[1] +
+                           (first_query_ + r % n_queries_) * p_.mask_strides[2] +
+                           first * p_.mask_strides[3];
+      float* to = scratch_.bias + r;
       for (std::int64_t t = 0; t < n; ++t) {
-        const float bias = masked(p_, b_, first_head_ + r / n_queries_,
-                                  first_query_ + r % n_queries_, first + t, 0.0f);
+        const float bias = read(mask[t * p_.mask_strides[3]]);
         any = any || bias != kHidden;
-        // A finite number stays finite: among tokens all at the lowest number none is hidden.
-        const float in_log2 = bias == kHidden ? bias
-                              : std::isnan(bias)
-                                  ? bias
-                                  : std::max(bias * kLog2E, std::numeric_limits<float>::lowest());
-        scratch_.bias[t * scratch_.row_stride + r] = in_log2;
+        to[t * scratch_.row_stride] = bias;
       }
     }
     for (std::int64_t t = 0; any && t < n; ++t) {
       float* bias = scratch_.bias + t * scratch_.row_stride;
-      for (std::int64_t r = n_heads * n_queries_; r < n_rows_; r += n_queries_) {
+      for (std::int64_t r = n_rows; r < n_rows_; r += n_queries_) {
         std::copy_n(bias, n_queries_, bias + r);
       }
       std::fill(bias + n_rows_, bias + padded_rows_, 0.0f);
@@ -224,17 +247,46 @@ class Prefill {
   }
 
   void attend_tile(std::int64_t first, std::int64_t n) {
+    find_edges(first, n);
     decode(p_.keys, first, n, scratch_.keys, scratch_.key_stride);
-    score(n);
-    const bool all_seen = seen_by_all_.first <= first && first + n <= seen_by_all_.last;
-    if (!all_seen || p_.mask_kind != MaskKind::kNone) hide(first, n, all_seen);
-    soften(n);
+    score();
+    for (std::int64_t r = 0; r < padded_rows_; r += lanes()) {
+      if (p_.mask_kind != MaskKind::kNone) add_bias(r);
+      if (!all_seen_) hide(r);
+      soften(r);
+    }
     if (same_stream()) {
-      add_values(scratch_.keys, scratch_.key_stride, n);
+      add_values(scratch_.keys, scratch_.key_stride);
     } else {
       decode(p_.values, first, n, scratch_.values, scratch_.value_stride);
-      add_values(scratch_.values, scratch_.value_stride, n);
+      add_values(scratch_.values, scratch_.value_stride);
     }
+  }
+
+  /// Which of the tile's tokens each row sees, masks aside.
+  void find_edges(std::int64_t first, std::int64_t n) {
+    all_seen_ = seen_by_all_.first <= first && first + n <= seen_by_all_.last;
+    std::fill(std::begin(ends_), std::end(ends_), all_seen_ ? n : 0);
+    if (all_seen_) return;
+    for (std::int64_t r = 0; r < padded_rows_; ++r) {
+      const TokenRange seen = visible(p_, n_tokens_, first_query_ + r % n_queries_);
+      const auto in_tile = [&](std::int64_t t) {
+        return std::clamp<std::int64_t>(t - first, 0, n);
+      };
+      from_[r] = static_cast<std::int32_t>(in_tile(seen.first));
+      to_[r] = static_cast<std::int32_t>(in_tile(seen.last));
+      std::int64_t& end = ends_[r / PrefillPlan::kRowStep];
+      end = std::max(end, in_tile(seen.last));
+    }
+  }
+
+  /// Tokens of the tile after which rows r .. r + n see none.
+  std::int64_t end_of(std::int64_t r, std::int64_t n) const {
+    std::int64_t end = 0;
+    for (const std::int64_t last = r + n; r < last; r += PrefillPlan::kRowStep) {
+      end = std::max(end, ends_[r / PrefillPlan::kRowStep]);
+    }
+    return end;
   }
 
   bool same_stream() const {
@@ -255,15 +307,16 @@ class Prefill {
     }
   }
 
-  void score(std::int64_t n) {
-    const std::int64_t dim = p_.keys.shape.head_dim;
+  void score() {
+    const std::int64_t width = 2 * lanes();
     std::int64_t r = 0;
-    for (; r + 2 * lanes() <= padded_rows_; r += 2 * lanes()) score_panel<2>(n, r, dim);
-    if (r < padded_rows_) score_panel<1>(n, r, dim);
+    for (; r + width <= padded_rows_; r += width) score_panel<2>(end_of(r, width), r);
+    if (r < padded_rows_) score_panel<1>(end_of(r, lanes()), r);
   }
 
   template <int n_vectors>
-  void score_panel(std::int64_t n, std::int64_t r, std::int64_t dim) {
+  void score_panel(std::int64_t n, std::int64_t r) {
+    const std::int64_t dim = p_.keys.shape.head_dim;
     // The last block reads past the tile's tokens, still in the scratch; nobody reads its scores.
     for (std::int64_t t = 0; t < n; t += kSpan) {
       score_block<n_vectors>(scratch_.keys + t * scratch_.key_stride, scratch_.key_stride,
@@ -272,77 +325,72 @@ class Prefill {
     }
   }
 
-  /// Applies the mask, causality and the window to a tile's scores.
-  void hide(std::int64_t first, std::int64_t n, bool all_seen) {
+  // The next three work on one vector of rows from row r on.
+
+  void add_bias(std::int64_t r) {
+    const D d;
+    const std::int64_t n = end_of(r, lanes());
+    for (std::int64_t t = 0, at = r; t < n; ++t, at += scratch_.row_stride) {
+      const V bias = hn::Load(d, scratch_.bias + at);
+      hn::Store(hn::Add(hn::Load(d, scratch_.scores + at), bias), d, scratch_.scores + at);
+    }
+  }
+
+  /// Applies causality and the window.
+  void hide(std::int64_t r) {
     const D d;
     const hn::RebindToSigned<D> di;
-    const bool biased = p_.mask_kind != MaskKind::kNone;
-    HWY_ALIGN std::int32_t from[PrefillPlan::kRows + PrefillPlan::kRowStep];
-    HWY_ALIGN std::int32_t to[PrefillPlan::kRows + PrefillPlan::kRowStep];
-    for (std::int64_t r = 0; r < padded_rows_; ++r) {
-      const TokenRange seen = visible(p_, n_tokens_, first_query_ + r % n_queries_);
-      from[r] = static_cast<std::int32_t>(std::clamp<std::int64_t>(seen.first - first, 0, n));
-      to[r] = static_cast<std::int32_t>(std::clamp<std::int64_t>(seen.last - first, 0, n));
-    }
-    for (std::int64_t t = 0; t < n; ++t) {
-      float* scores = scratch_.scores + t * scratch_.row_stride;
+    const auto from = hn::Load(di, from_ + r);
+    const auto to = hn::Load(di, to_ + r);
+    const std::int64_t n = end_of(r, lanes());
+    for (std::int64_t t = 0, at = r; t < n; ++t, at += scratch_.row_stride) {
       const auto token = hn::Set(di, static_cast<std::int32_t>(t));
-      for (std::int64_t r = 0; r < padded_rows_; r += lanes()) {
-        V score = hn::Load(d, scores + r);
-        if (biased) {
-          score = hn::Add(score, hn::Load(d, scratch_.bias + t * scratch_.row_stride + r));
-        }
-        if (!all_seen) {
-          const auto hidden = hn::Or(hn::Lt(token, hn::Load(di, from + r)),
-                                     hn::Not(hn::Lt(token, hn::Load(di, to + r))));
-          score = hn::IfThenElse(hn::RebindMask(d, hidden), hn::Set(d, kHidden), score);
-        }
-        hn::Store(score, d, scores + r);
-      }
+      const auto hidden = hn::Or(hn::Lt(token, from), hn::Not(hn::Lt(token, to)));
+      hn::Store(hn::IfThenElse(hn::RebindMask(d, hidden), hn::Set(d, kHidden),
+                               hn::Load(d, scratch_.scores + at)),
+                d, scratch_.scores + at);
     }
   }
 
-  /// Turns a tile's scores into weights against each row's largest score so far.
-  void soften(std::int64_t n) {
+  /// Turns scores into weights against each row's largest score so far.
+  void soften(std::int64_t r) {
     const D d;
-    const V hidden = hn::Set(d, kHidden);
-    for (std::int64_t r = 0; r < padded_rows_; r += lanes()) {
-      float* scores = scratch_.scores + r;
-      const V before = hn::Load(d, scratch_.largest + r);
-      V largest = before;
-      // A NaN gives way to the number here and comes back as its own weight.
-      for (std::int64_t t = 0; t < n; ++t) {
-        largest = hn::Max(hn::Load(d, scores + t * scratch_.row_stride), largest);
-      }
-      // Where all is hidden so far any finite number will do.
-      const V shift = hn::IfThenZeroElse(hn::Eq(largest, hidden), largest);
-      const V shrink = exp2(hn::Sub(before, shift));
-      V total = hn::Zero(d);
-      for (std::int64_t t = 0; t < n; ++t) {
-        float* score = scores + t * scratch_.row_stride;
-        const V weight = exp2(hn::Sub(hn::Load(d, score), shift));
-        hn::Store(weight, d, score);
-        total = hn::Add(total, weight);
-      }
-      hn::Store(hn::MulAdd(hn::Load(d, scratch_.total + r), shrink, total), d, scratch_.total + r);
-      hn::Store(largest, d, scratch_.largest + r);
-      hn::Store(shrink, d, scratch_.shrink + r);
+    const std::int64_t n = end_of(r, lanes());
+    float* scores = scratch_.scores + r;
+    const V before = hn::Load(d, scratch_.largest + r);
+    V largest = before;
+    // A NaN gives way to the number here and comes back as its own weight.
+    for (std::int64_t t = 0; t < n; ++t) {
+      largest = hn::Max(hn::Load(d, scores + t * scratch_.row_stride), largest);
     }
+    // Where all is hidden so far any finite number will do.
+    const V shift = hn::IfThenZeroElse(hn::Eq(largest, hn::Set(d, kHidden)), largest);
+    const V shrink = exp2(hn::Sub(before, shift));
+    V total = hn::Mul(hn::Load(d, scratch_.total + r), shrink);
+    for (std::int64_t t = 0; t < n; ++t) {
+      float* score = scores + t * scratch_.row_stride;
+      const V weight = exp2(hn::Sub(hn::Load(d, score), shift));
+      hn::Store(weight, d, score);
+      total = hn::Add(total, weight);
+    }
+    hn::Store(total, d, scratch_.total + r);
+    hn::Store(largest, d, scratch_.largest + r);
+    hn::Store(shrink, d, scratch_.shrink + r);
   }
 
-  void add_values(const float* values, std::int64_t stride, std::int64_t n) {
+  void add_values(const float* values, std::int64_t stride) {
     const std::int64_t dim = p_.values.shape.head_dim;
     std::int64_t j = 0;
-    for (; j + lanes() < dim; j += 2 * lanes()) add_panel<2>(values + j, stride, n, j);
-    if (j < dim) add_panel<1>(values + j, stride, n, j);
+    for (; j + lanes() < dim; j += 2 * lanes()) add_panel<2>(values + j, stride, j);
+    if (j < dim) add_panel<1>(values + j, stride, j);
   }
 
   template <int n_vectors>
-  void add_panel(const float* values, std::int64_t stride, std::int64_t n, std::int64_t j) {
+  void add_panel(const float* values, std::int64_t stride, std::int64_t j) {
     for (std::int64_t r = 0; r < padded_rows_; r += kSpan) {
-      value_block<n_vectors>(scratch_.scores + r, scratch_.row_stride, values, stride, n,
-                             scratch_.shrink + r, scratch_.sums + r * scratch_.value_stride + j,
-                             scratch_.value_stride);
+      value_block<n_vectors>(scratch_.scores + r, scratch_.row_stride, values, stride,
+                             end_of(r, kSpan), scratch_.shrink + r,
+                             scratch_.sums + r * scratch_.value_stride + j, scratch_.value_stride);
     }
   }
 
@@ -363,6 +411,12 @@ class Prefill {
   std::int64_t n_rows_, padded_rows_, n_tokens_;
   TokenRange seen_;         // by any query
   TokenRange seen_by_all_;  // by each of them
+  // Of the tile at hand: whether all its tokens are seen by all rows; else row r sees from_[r] ..
+  // to_[r], and the kRowStep rows from i * kRowStep on see nothing from ends_[i] on.
+  bool all_seen_;
+  HWY_ALIGN std::int32_t from_[PrefillPlan::kRows];
+  HWY_ALIGN std::int32_t to_[PrefillPlan::kRows];
+  std::int64_t ends_[PrefillPlan::kRows / PrefillPlan::kRowStep];
 };
 
 void PagedPrefill(const PagedAttentionParams& params, std::byte* scratch, WorkerPool* workers) {

@@ -15,10 +15,11 @@ namespace kvpool::kernels {
 /// of kTokens, which start at multiples of kTokens in the sequence. What a row computes depends on
 /// neither the other rows nor how rows were cut, so items may be cut to suit the number of workers.
 struct PrefillPlan {
-  static constexpr std::int64_t kRows = 128;
+  static constexpr std::int64_t kRows = 256;
   static constexpr std::int64_t kTokens = 64;
   /// Rows are padded to a multiple of this, which every vector's length divides.
   static constexpr std::int64_t kRowStep = 16;
+  static_assert(kRows % kRowStep == 0);
 
   std::int64_t group;    // q heads of a kv head
   std::int64_t heads;    // q heads of an item, at most
