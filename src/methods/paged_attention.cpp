@@ -80,10 +80,11 @@ struct Plan {
     CodeSpaces found;
     found.spaces[index(kNumbers)] = {&exact_keys, &exact_values};
     found.n = 1;
-    if (keys.heads == nullptr && values.heads == nullptr) return found;
+    if (keys.heads.empty() && values.heads.empty()) return found;
     // A stream without codecs never lies in this space.
-    found.spaces[index(kCodes)] = {keys.heads ? keys.heads[head] : &exact_keys,
-                                   values.heads ? values.heads[head] : &exact_values};
+    found.spaces[index(kCodes)] = {
+        keys.heads.empty() ? &exact_keys : keys.heads[index(head)].get(),
+        values.heads.empty() ? &exact_values : values.heads[index(head)].get()};
     found.n = 2;
     return found;
   }
@@ -160,8 +161,8 @@ struct Head {
         const kernels::FloatRows rows{out.data + done * out.stride, out.stride};
         const PageRef& ref = page(stream, token);
         if (ref.format == kCodecPage) {
-          codecs.heads[kv_head]->decode({ref.data + kv_head * codecs.head_bytes, block_size},
-                                        {slot, count}, run.kernels(), rows, scratch);
+          codecs.heads[index(kv_head)]->decode({ref.data + kv_head * codecs.head_bytes, block_size},
+                                               {slot, count}, run.kernels(), rows, scratch);
         } else {
           kernels::decode_head({ref.format, stream.shape}, ref.data, kv_head, slot, count,
                                rows.data, rows.stride);

@@ -7,13 +7,14 @@
 #include <vector>
 
 #include "kvpool/formats/page_layout.h"
+#include "kvpool/methods/paged_attention.h"
 #include "kvpool/methods/stream_codec.h"
 
 namespace kvpool::cache {
 
-/// The format that a PageRef names where a PageCodec encoded the page: no page of numbers has it,
-/// so kernels that do not know codecs refuse such a page.
-inline constexpr formats::Format kCodecPage = formats::Format::kInt1;
+/// The format that a PageRef names where a PageCodec encoded the page: kernels that do not know
+/// codecs refuse such a page.
+using methods::kCodecPage;
 
 /// Pages of one stream encoded by a method: full blocks only, each head by its own codec. Head h
 /// takes head_bytes() from h * head_bytes(). Immutable.
@@ -30,6 +31,8 @@ class PageCodec {
   const methods::StreamCodec& head(std::int64_t head) const noexcept {
     return *heads_[static_cast<std::size_t>(head)];
   }
+  /// For methods::paged_attention; valid as long as this is.
+  methods::PageCodecs codecs() const noexcept { return {heads_, head_bytes_}; }
   std::int64_t head_bytes() const noexcept { return head_bytes_; }
   std::int64_t page_bytes() const noexcept { return shape_.n_heads * head_bytes_; }
   methods::ConstPage page_of(const std::byte* page, std::int64_t head) const noexcept {

@@ -41,6 +41,13 @@ class StreamLayout {
   const Level& level(std::size_t index) const noexcept { return levels_[index]; }
   /// Some page of the stream may be a codec's.
   bool has_codec() const noexcept { return has_codec_; }
+  /// How the pages of the level that has a codec are read, or nothing: there is at most one.
+  methods::PageCodecs codecs() const noexcept {
+    for (const Level& level : levels_) {
+      if (level.codec != nullptr) return level.codec->codecs();
+    }
+    return {};
+  }
   /// The highest level for a full block whose newest token is `age` tokens old (0: the newest).
   std::size_t level_at(std::int64_t age) const noexcept;
 

@@ -2,6 +2,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <span>
 
 #include "kvpool/formats/format.h"
 #include "kvpool/kernels/paged_attention.h"
@@ -16,8 +18,8 @@ inline constexpr formats::Format kCodecPage = formats::Format::kInt1;
 /// How the pages of a stream that name kCodecPage are to be read: a full block of each head, that
 /// of head h from h * head_bytes, in a page of capacity block_size.
 struct PageCodecs {
-  /// [n_heads] codecs of equal code_dims; nullptr where the stream has no such page.
-  const StreamCodec* const* heads = nullptr;
+  /// [n_heads] codecs of equal code_dims; empty where the stream has no such page.
+  std::span<const std::shared_ptr<const StreamCodec>> heads;
   std::int64_t head_bytes = 0;
 };
 

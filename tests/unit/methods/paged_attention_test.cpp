@@ -46,7 +46,8 @@ class Paged {
       : method_(method), shape_(shape), random_(seed) {
     for (int stream = 0; stream < 2; ++stream) {
       const StreamCodec* codec = stream == 0 ? method.keys.get() : method.values.get();
-      heads_[stream].assign(index(shape.n_kv_heads), codec);
+      // The method outlives the test.
+      heads_[stream].assign(index(shape.n_kv_heads), {std::shared_ptr<void>(), codec});
       head_bytes_[stream] = (codec->page_bytes(shape.block_size) + 1) / 2 * 2;
       std::int64_t n_full = 0;
       for (std::size_t b = 0; b < shape.lengths.size(); ++b) {
@@ -89,8 +90,8 @@ class Paged {
     return p;
   }
 
-  PageCodecs key_codecs() const { return {heads_[0].data(), head_bytes_[0]}; }
-  PageCodecs value_codecs() const { return {heads_[1].data(), head_bytes_[1]}; }
+  PageCodecs key_codecs() const { return {heads_[0], head_bytes_[0]}; }
+  PageCodecs value_codecs() const { return {heads_[1], head_bytes_[1]}; }
 
   std::size_t n_outputs() const { return queries_.size(); }
 
@@ -181,7 +182,7 @@ class Paged {
   std::mt19937 random_;
   std::vector<std::unique_ptr<std::byte[]>> pages_;
   std::vector<PageRef> refs_[2];
-  std::vector<const StreamCodec*> heads_[2];
+  std::vector<std::shared_ptr<const StreamCodec>> heads_[2];
   std::int64_t head_bytes_[2] = {};
   /// Of each sequence: [n_kv_heads, n_tokens, head_dim].
   std::vector<Vectors> vectors_[2];
