@@ -4,6 +4,7 @@
 #include <vector>
 
 #if KVPOOL_HAVE_HIGHWAY
+#include "paged_decode.h"
 #include "paged_prefill_simd.h"
 #endif
 
@@ -17,13 +18,32 @@ std::size_t scalar_scratch_bytes(const PagedAttentionParams& p, std::int64_t) {
          sizeof(float);
 }
 
+#if KVPOOL_HAVE_HIGHWAY
+/// Each decode kernel with the prefill kernel of its target, or the best one for a target of
+/// decode's own; then the targets that have no decode kernel.
+std::vector<PagedAttentionKernel> simd_kernels() {
+  const std::vector<PagedAttentionKernel> prefill = paged_prefill_simd_kernels();
+  std::vector<PagedAttentionKernel> kernels = paged_decode_simd_kernels();
+  for (PagedAttentionKernel& kernel : kernels) {
+    const auto same = std::ranges::find(prefill, kernel.target, &PagedAttentionKernel::target);
+    kernel.prefill = (same == prefill.end() ? prefill.front() : *same).prefill;
+  }
+  for (const PagedAttentionKernel& kernel : prefill) {
+    if (std::ranges::find(kernels, kernel.target, &PagedAttentionKernel::target) == kernels.end()) {
+      kernels.push_back(kernel);
+    }
+  }
+  return kernels;
+}
+#endif
+
 }  // namespace
 
 std::span<const PagedAttentionKernel> paged_attention_kernels() {
   static const std::vector<PagedAttentionKernel> kernels = [] {
     std::vector<PagedAttentionKernel> list;
 #if KVPOOL_HAVE_HIGHWAY
-    list = paged_prefill_simd_kernels();
+    list = simd_kernels();
 #endif
     const PagedAttentionKernel::Variant scalar = {
         scalar_scratch_bytes, [](const PagedAttentionParams& params, std::byte* scratch,
