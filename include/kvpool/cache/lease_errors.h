@@ -1,10 +1,12 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "kvpool/base/error.h"
 #include "kvpool/core/shortage.h"
+#include "kvpool/storage/page_store.h"
 
 namespace kvpool::cache {
 
@@ -20,8 +22,16 @@ class StepExhausted : public BlockPoolExhausted {
  public:
   StepExhausted(const std::string& message, core::Shortage why, std::int64_t fitting)
       : BlockPoolExhausted(message), shortage(why), tokens_that_fit(fitting) {}
+  /// The blocks would have been there; `owner` is whose step it was.
+  StepExhausted(const std::string& message, storage::ByteShortage why, OwnerId owner,
+                std::int64_t fitting)
+      : BlockPoolExhausted(message), bytes(why), tokens_that_fit(fitting) {
+    shortage.owner = owner;
+  }
 
+  /// Names only the owner where bytes ended first.
   core::Shortage shortage;
+  std::optional<storage::ByteShortage> bytes;
   /// Tokens that every layer of the group could still take.
   std::int64_t tokens_that_fit;
 };

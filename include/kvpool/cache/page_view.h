@@ -47,11 +47,18 @@ class PageView {
   /// keys or values, from pages of whatever level; rows `row_stride` apart. Throws InvalidArgument
   /// out of range, and std::bad_alloc.
   void read_keys(std::int64_t head, std::int64_t first, std::int64_t count, float* rows,
-                 std::int64_t row_stride) const;
+                 std::int64_t row_stride) const {
+    read(0, head, first, count, rows, row_stride);
+  }
   void read_values(std::int64_t head, std::int64_t first, std::int64_t count, float* rows,
-                   std::int64_t row_stride) const;
+                   std::int64_t row_stride) const {
+    read(1, head, first, count, rows, row_stride);
+  }
 
  private:
+  void read(int stream, std::int64_t head, std::int64_t first, std::int64_t count, float* rows,
+            std::int64_t row_stride) const;
+
   std::shared_ptr<PageTable> table_;
   Stream keys_;
   Stream values_;

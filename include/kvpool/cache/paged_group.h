@@ -3,12 +3,16 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "kvpool/base/adaptive_lock.h"
 #include "kvpool/base/fork_guard.h"
 #include "kvpool/base/ids.h"
 #include "kvpool/cache/paged_pool.h"
+#include "kvpool/cache/step_reservation.h"
 #include "kvpool/cache/stream_format.h"
 #include "kvpool/core/shortage.h"
 #include "kvpool/storage/page_store.h"
@@ -73,14 +77,6 @@ class PagedGroup : public std::enable_shared_from_this<PagedGroup> {
     std::int64_t asked = -1;
     std::int64_t granted = 0;
   };
-  /// What the owner had reserved before the step, and what its layers took since. Without separate
-  /// streams `keys` stands for the one list.
-  struct Reservation {
-    std::int64_t keys = 0;
-    std::int64_t values = 0;
-    std::int64_t taken_pairs = 0;
-    bool active = false;
-  };
   /// Slots of one size that were taken for layers of this step which have not moved yet.
   struct Purse {
     std::int64_t page_bytes = 0;
@@ -89,10 +85,12 @@ class PagedGroup : public std::enable_shared_from_this<PagedGroup> {
   /// What n tokens take in all layers.
   struct Demand {
     std::int64_t pairs = 0;
-    /// Slots by page_bytes.
+    /// (page_bytes, slots)
     std::vector<std::pair<std::int64_t, std::int64_t>> slots;
     /// A block that is not the layer's alone is copied: more than one call of the allocator.
     bool copies = false;
+
+    void add_slots(std::int64_t page_bytes, std::int64_t n);
   };
 
   // All below: with lock_ held.
@@ -102,13 +100,14 @@ class PagedGroup : public std::enable_shared_from_this<PagedGroup> {
   void plan_step(std::int64_t n_tokens);
   void open_step() noexcept;
   void close_step() noexcept;
+  void close_step_if_complete() noexcept;
   void undo_step();
-  [[nodiscard]] std::optional<core::Shortage> reserve(std::int64_t pairs);
   [[nodiscard]] std::optional<storage::ByteShortage> take_slots(std::int64_t page_bytes,
                                                                 std::span<storage::SlotRef> out);
-  [[noreturn]] void throw_exhausted(const core::Shortage& shortage, std::int64_t n_tokens) const;
-  [[noreturn]] void throw_exhausted(const storage::ByteShortage& shortage,
-                                    std::int64_t n_tokens) const;
+  [[noreturn]] void throw_exhausted(const core::Shortage& shortage, std::int64_t n_tokens);
+  [[noreturn]] void throw_exhausted(const storage::ByteShortage& shortage, std::int64_t n_tokens);
+  std::string step_message(std::string why, std::int64_t n_tokens, std::int64_t fitting) const;
+  std::int64_t tokens_that_fit(std::int64_t n_tokens);
 
   const std::shared_ptr<PagedPool> pool_;
   const OwnerId owner_;
@@ -116,7 +115,7 @@ class PagedGroup : public std::enable_shared_from_this<PagedGroup> {
   std::vector<PagedLayer*> layers_;  // in the order a step visits them
   std::int64_t n_moved_ = 0;
   bool in_step_ = false;
-  Reservation reservation_;
+  StepReservation reservation_;
   std::vector<Purse> purse_;
   TrimRound trim_round_;
   // Last: from here on fork(2) may take the lock.

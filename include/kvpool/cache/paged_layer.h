@@ -19,13 +19,14 @@ class PageTable;
 /// One layer of a PagedGroup: its tokens lie in blocks, a key and a value block for each
 /// block_size tokens, and are read there through views.
 ///
-/// It keeps the books alone; bytes move when the AppendPlans run. The destructor takes the layer out
-/// of its group and gives its blocks back, in whatever thread, and leaves the other layers alone.
+/// It keeps the books alone; bytes move when the AppendPlans run. The destructor takes the layer
+/// out of its group and gives its blocks back, in whatever thread, and leaves the other layers
+/// alone.
 ///
-/// The rule that keeps readers safe: a page's tokens that a view, a fork or a plan may see are never
-/// written again. An append past them goes on in the same page; one that would write below them, or
-/// to a block with another owner, or to a demoted page, takes a fresh page and copies the tokens
-/// that stay.
+/// The rule that keeps readers safe: a page's tokens that a view, a fork or a plan may see are
+/// never written again. An append past them goes on in the same page; one that would write below
+/// them, or to a block with another owner, or to a demoted page, takes a fresh page and copies the
+/// tokens that stay.
 ///
 /// After the blocks were freed behind it (free_all of the owner) every use but release(), reset()
 /// and the destructor throws LeaseLost.
@@ -61,8 +62,13 @@ class PagedLayer {
 
   /// Drops up to `n_tokens` (>= 0) of the newest tokens and returns how many: as many as the
   /// shortest layer that holds any can, where the other layers are trimmed by the same amount. 0
-  /// once any layer's window has closed over tokens. Throws LeaseLost.
+  /// once any layer's window has closed over tokens. A torn step is rolled back first. Throws
+  /// LeaseLost.
   std::int64_t trim(std::int64_t n_tokens);
+  /// A step is under way that this layer's next append would find torn.
+  bool is_torn() const;
+  /// Rolls such a step back. For whoever asks the offset of the step to come.
+  void settle();
   /// Takes the newest `n_tokens` of this layer alone back, at most what the last step brought where
   /// the window has closed: for tokens whose plan will never run (see
   /// AppendPlan::run_without_rows). Throws InvalidArgument for more than that, and LeaseLost.
@@ -80,11 +86,63 @@ class PagedLayer {
  private:
   friend class PagedGroup;
 
+  /// How the last, partly filled block takes more tokens: as it is, or from a fresh page.
+  struct Tail {
+    bool renew[2] = {false, false};
+    /// The block has other owners.
+    bool shared = false;
+
+    bool any() const noexcept { return renew[0] || renew[1]; }
+  };
+
   PagedLayer(std::shared_ptr<PagedGroup> group, const PagedLayerSpec& spec);
+  PagedLayer(std::shared_ptr<PagedGroup> group, const PagedLayer& origin);
+  void join();
+
+  // All below: with the group's lock held.
+  core::BlockPoolAllocator& blocks() const noexcept { return group_->pool()->blocks(); }
+  std::int64_t block_size() const noexcept { return layouts_[0]->shape().block_size; }
+  storage::PageStore& pool_store() const noexcept { return group_->pool()->store(); }
+  std::int64_t n_entries() const noexcept;
+  std::int64_t page_bytes() const noexcept;
+  std::int64_t new_entries(std::int64_t n_tokens) const noexcept;
+  bool window_closed() const noexcept { return spec_.window > 0 && offset_ >= spec_.window; }
+  [[noreturn]] void lost() const;
+  void verify() const;
+  Tail inspect_tail(bool known_shared = false) const;
+  void add_demand(std::int64_t n_tokens, PagedGroup::Demand& demand) const;
+  std::shared_ptr<AppendPlan> grow(std::int64_t n_tokens, bool known_shared = false);
+  std::shared_ptr<PageTable> table_for(std::int64_t more, bool to_change) const;
+  void charge_tail(const Tail& tail, std::int64_t n_used, core::BlockHandle (&own)[2]);
+  void demote(AppendPlan& plan) noexcept;
+  void demote(int stream, AppendPlan::StreamPlan& plan);
+  bool demote_block(int stream, std::int64_t entry, std::size_t level,
+                    AppendPlan::StreamPlan& plan);
+  void drop_behind_window() noexcept;
+  void cut(std::int64_t new_offset);
+  void forget() noexcept;
+  void check_invariants() const;
 
   const std::shared_ptr<PagedGroup> group_;
   const PagedLayerSpec spec_;
-  std::shared_ptr<const StreamLayout> layouts_[2];
+  std::shared_ptr<const StreamLayout> layouts_[2];  // keys, values
+  std::vector<core::FormatTag> tags_[2];            // of the layouts' levels
+
+  std::shared_ptr<PageTable> table_;  // null where there is no block
+  std::int64_t offset_ = 0;
+  /// Blocks that the window gave back.
+  std::int64_t first_block_ = 0;
+  /// The offset before the step under way, or before the last one.
+  std::int64_t before_ = 0;
+  bool moved_ = false;
+  bool trimmed_ = false;
+  /// Of each stream: blocks before this one, counted from position 0, have aged through all tiers;
+  /// how far tiers reached at the last look; whether bytes were missing then.
+  struct Ageing {
+    std::int64_t done = 0;
+    std::int64_t reached = 0;
+    bool unfinished = false;
+  } ageing_[2];
 };
 
 }  // namespace kvpool::cache
