@@ -23,6 +23,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "float_lanes-inl.h"
 #include "kvpool/base/half.h"
 #include "kvpool/kernels/page_append.h"
 #include "kvpool/kernels/paged_attention.h"
@@ -64,14 +65,14 @@ HWY_INLINE void score_block(const float* HWY_RESTRICT keys, std::int64_t key_str
   }
   for (std::int64_t j = 0; j < dim; ++j, queries += n_vectors * n) {
     V query[n_vectors];
-    for (int v = 0; v < n_vectors; ++v) query[v] = hn::Load(d, queries + v * n);
+    for (int v = 0; v < n_vectors; ++v) query[v] = hn::LoadU(d, queries + v * n);
     for (std::int64_t i = 0; i < kSpan; ++i) {
       const V key = hn::Set(d, keys[i * key_stride + j]);
       for (int v = 0; v < n_vectors; ++v) sum[i][v] = hn::MulAdd(key, query[v], sum[i][v]);
     }
   }
   for (std::int64_t i = 0; i < kSpan; ++i) {
-    for (int v = 0; v < n_vectors; ++v) hn::Store(sum[i][v], d, scores + i * row_stride + v * n);
+    for (int v = 0; v < n_vectors; ++v) hn::StoreU(sum[i][v], d, scores + i * row_stride + v * n);
   }
 }
 
@@ -87,19 +88,19 @@ HWY_INLINE void value_block(const float* HWY_RESTRICT weights, std::int64_t row_
   V sum[kSpan][n_vectors];
   for (std::int64_t i = 0; i < kSpan; ++i) {
     for (int v = 0; v < n_vectors; ++v) {
-      sum[i][v] = hn::Mul(hn::Set(d, shrink[i]), hn::Load(d, sums + i * sum_stride + v * n));
+      sum[i][v] = hn::Mul(hn::Set(d, shrink[i]), hn::LoadU(d, sums + i * sum_stride + v * n));
     }
   }
   for (std::int64_t t = 0; t < n_tokens; ++t, values += value_stride, weights += row_stride) {
     V value[n_vectors];
-    for (int v = 0; v < n_vectors; ++v) value[v] = hn::Load(d, values + v * n);
+    for (int v = 0; v < n_vectors; ++v) value[v] = hn::LoadU(d, values + v * n);
     for (std::int64_t i = 0; i < kSpan; ++i) {
       const V weight = hn::Set(d, weights[i]);
       for (int v = 0; v < n_vectors; ++v) sum[i][v] = hn::MulAdd(weight, value[v], sum[i][v]);
     }
   }
   for (std::int64_t i = 0; i < kSpan; ++i) {
-    for (int v = 0; v < n_vectors; ++v) hn::Store(sum[i][v], d, sums + i * sum_stride + v * n);
+    for (int v = 0; v < n_vectors; ++v) hn::StoreU(sum[i][v], d, sums + i * sum_stride + v * n);
   }
 }
 
@@ -171,17 +172,35 @@ class Prefill {
   }
 
  private:
+  /// Where row r's query or output starts, in numbers.
+  std::int64_t row_at(std::int64_t r, const std::int64_t (&strides)[3]) const {
+    return b_ * strides[0] + (first_head_ + r / n_queries_) * strides[1] +
+           (first_query_ + r % n_queries_) * strides[2];
+  }
+
   /// Rows r .. r + 2 vectors (or what is left of them) lie together: [key head_dim, that many].
   void load_queries() {
+    std::fill_n(scratch_.queries, p_.keys.shape.head_dim * padded_rows_, 0.0f);
+    with_float_lanes(p_.query_format, [&](auto lanes) { load_queries(lanes); });
+  }
+
+  template <class Lanes>
+  HWY_INLINE void load_queries(Lanes) {
+    const D d;
     const std::int64_t dim = p_.keys.shape.head_dim;
-    std::fill_n(scratch_.queries, dim * padded_rows_, 0.0f);
+    const std::int64_t whole = dim - dim % lanes();
     const float scale = p_.scale * kLog2E;
     for (std::int64_t r = 0; r < n_rows_; ++r) {
-      read_query(p_, b_, first_head_ + r / n_queries_, first_query_ + r % n_queries_, scratch_.row);
+      const auto* query =
+          static_cast<const typename Lanes::Number*>(p_.queries) + row_at(r, p_.q_strides);
+      for (std::int64_t j = 0; j < whole; j += lanes()) {
+        hn::StoreU(hn::Mul(Lanes::load(d, query + j), hn::Set(d, scale)), d, scratch_.row + j);
+      }
+      for (std::int64_t j = whole; j < dim; ++j) scratch_.row[j] = Lanes::widen(query[j]) * scale;
       const std::int64_t panel = r / (2 * lanes()) * 2 * lanes();
       const std::int64_t width = std::min(2 * lanes(), padded_rows_ - panel);
       float* to = scratch_.queries + panel * dim + (r - panel);
-      for (std::int64_t j = 0; j < dim; ++j) to[j * width] = scratch_.row[j] * scale;
+      for (std::int64_t j = 0; j < dim; ++j) to[j * width] = scratch_.row[j];
     }
   }
 
@@ -331,8 +350,8 @@ class Prefill {
     const D d;
     const std::int64_t n = end_of(r, lanes());
     for (std::int64_t t = 0, at = r; t < n; ++t, at += scratch_.row_stride) {
-      const V bias = hn::Load(d, scratch_.bias + at);
-      hn::Store(hn::Add(hn::Load(d, scratch_.scores + at), bias), d, scratch_.scores + at);
+      const V bias = hn::LoadU(d, scratch_.bias + at);
+      hn::StoreU(hn::Add(hn::LoadU(d, scratch_.scores + at), bias), d, scratch_.scores + at);
     }
   }
 
@@ -346,9 +365,9 @@ class Prefill {
     for (std::int64_t t = 0, at = r; t < n; ++t, at += scratch_.row_stride) {
       const auto token = hn::Set(di, static_cast<std::int32_t>(t));
       const auto hidden = hn::Or(hn::Lt(token, from), hn::Not(hn::Lt(token, to)));
-      hn::Store(hn::IfThenElse(hn::RebindMask(d, hidden), hn::Set(d, kHidden),
-                               hn::Load(d, scratch_.scores + at)),
-                d, scratch_.scores + at);
+      hn::StoreU(hn::IfThenElse(hn::RebindMask(d, hidden), hn::Set(d, kHidden),
+                                hn::LoadU(d, scratch_.scores + at)),
+                 d, scratch_.scores + at);
     }
   }
 
@@ -357,25 +376,25 @@ class Prefill {
     const D d;
     const std::int64_t n = end_of(r, lanes());
     float* scores = scratch_.scores + r;
-    const V before = hn::Load(d, scratch_.largest + r);
+    const V before = hn::LoadU(d, scratch_.largest + r);
     V largest = before;
     // A NaN gives way to the number here and comes back as its own weight.
     for (std::int64_t t = 0; t < n; ++t) {
-      largest = hn::Max(hn::Load(d, scores + t * scratch_.row_stride), largest);
+      largest = hn::Max(hn::LoadU(d, scores + t * scratch_.row_stride), largest);
     }
     // Where all is hidden so far any finite number will do.
     const V shift = hn::IfThenZeroElse(hn::Eq(largest, hn::Set(d, kHidden)), largest);
     const V shrink = exp2(hn::Sub(before, shift));
-    V total = hn::Mul(hn::Load(d, scratch_.total + r), shrink);
+    V total = hn::Mul(hn::LoadU(d, scratch_.total + r), shrink);
     for (std::int64_t t = 0; t < n; ++t) {
       float* score = scores + t * scratch_.row_stride;
-      const V weight = exp2(hn::Sub(hn::Load(d, score), shift));
-      hn::Store(weight, d, score);
+      const V weight = exp2(hn::Sub(hn::LoadU(d, score), shift));
+      hn::StoreU(weight, d, score);
       total = hn::Add(total, weight);
     }
-    hn::Store(total, d, scratch_.total + r);
-    hn::Store(largest, d, scratch_.largest + r);
-    hn::Store(shrink, d, scratch_.shrink + r);
+    hn::StoreU(total, d, scratch_.total + r);
+    hn::StoreU(largest, d, scratch_.largest + r);
+    hn::StoreU(shrink, d, scratch_.shrink + r);
   }
 
   void add_values(const float* values, std::int64_t stride) {
@@ -395,12 +414,22 @@ class Prefill {
   }
 
   void store_output() {
+    with_float_lanes(p_.query_format, [&](auto lanes) { store_output(lanes); });
+  }
+
+  template <class Lanes>
+  HWY_INLINE void store_output(Lanes) {
+    const D d;
     const std::int64_t dim = p_.values.shape.head_dim;
+    const std::int64_t whole = dim - dim % lanes();
     for (std::int64_t r = 0; r < n_rows_; ++r) {
-      float* row = scratch_.sums + r * scratch_.value_stride;
+      const float* sum = scratch_.sums + r * scratch_.value_stride;
       const float inverse = scratch_.total[r] == 0 ? 0.0f : 1.0f / scratch_.total[r];
-      for (std::int64_t j = 0; j < dim; ++j) row[j] *= inverse;
-      write_output(p_, b_, first_head_ + r / n_queries_, first_query_ + r % n_queries_, row);
+      auto* output = static_cast<typename Lanes::Number*>(p_.output) + row_at(r, p_.out_strides);
+      for (std::int64_t j = 0; j < whole; j += lanes()) {
+        Lanes::store(d, hn::Mul(hn::LoadU(d, sum + j), hn::Set(d, inverse)), output + j);
+      }
+      for (std::int64_t j = whole; j < dim; ++j) output[j] = Lanes::narrow(sum[j] * inverse);
     }
   }
 
@@ -414,8 +443,8 @@ class Prefill {
   // Of the tile at hand: whether all its tokens are seen by all rows; else row r sees from_[r] ..
   // to_[r], and the kRowStep rows from i * kRowStep on see nothing from ends_[i] on.
   bool all_seen_;
-  HWY_ALIGN std::int32_t from_[PrefillPlan::kRows];
-  HWY_ALIGN std::int32_t to_[PrefillPlan::kRows];
+  std::int32_t from_[PrefillPlan::kRows];
+  std::int32_t to_[PrefillPlan::kRows];
   std::int64_t ends_[PrefillPlan::kRows / PrefillPlan::kRowStep];
 };
 

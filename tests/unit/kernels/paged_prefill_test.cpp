@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -270,6 +271,40 @@ TEST_P(PagedPrefill, a_query_that_is_not_a_number_gives_no_number_and_spoils_no_
   }
   std::copy_n(before.begin() + 3 * 64, 64, after.begin() + 3 * 64);
   EXPECT_EQ(after, before);
+}
+
+TEST_P(PagedPrefill, outputs_are_rounded_to_the_nearest_even) {
+  // Of one token the output is its value.
+  std::vector<float> values;
+  for (std::uint32_t bits = 0; bits < 0xffff0000u; bits += 0x10fffu) {
+    values.push_back(std::bit_cast<float>(bits));
+  }
+  for (const float half : {65504.0f, 65519.0f, 65520.0f, 0x1p-14f, 0x1.8p-25f, 0x1p-25f, 0x1.002p0f,
+                           0x1.006p0f, 0x1.01p0f, 0x1.03p0f}) {
+    values.push_back(half);
+    values.push_back(-half);
+  }
+  const auto dim = static_cast<std::int64_t>(values.size());
+  for (const Format format : {Format::kFp16, Format::kBf16}) {
+    PagedProblem problem(
+        {.value_dim = dim, .n_queries = 1, .n_tokens = {1}, .query_format = format});
+    PageRef page = problem.params().values.pages[0];
+    problem.params().values.pages = &page;
+    std::vector<float> head(values);
+    head.resize(static_cast<std::size_t>(2 * 16 * dim));
+    page.data = reinterpret_cast<const std::byte*>(head.data());
+    const std::vector<float> output = problem.run(prefill());
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      const float expected = format == Format::kFp16
+                                 ? half_to_float(float_to_half(values[i]))
+                                 : bfloat16_to_float(float_to_bfloat16(values[i]));
+      if (std::isnan(expected)) {
+        ASSERT_TRUE(std::isnan(output[i])) << values[i];
+      } else {
+        ASSERT_EQ(output[i], expected) << values[i];
+      }
+    }
+  }
 }
 
 TEST_P(PagedPrefill, large_scores_do_not_overflow) {
