@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #include "kvpool/base/error.h"
 #include "kvpool/kernels/page_append.h"
@@ -60,7 +61,10 @@ StreamLayout::StreamLayout(const StreamFormat& format, const formats::PageShape&
                          " bytes a block and the one before it, " + levels_.back().name + ", " +
                          std::to_string(levels_.back().page_bytes));
     }
-    has_codec_ |= level.codec != nullptr;
+    // A PageRef says that a codec encoded its page, but not which.
+    if (level.codec != nullptr && std::exchange(has_codec_, true)) {
+      refuse(stream, "tiers must have at most one codec, got " + level.name + " after another");
+    }
     levels_.push_back(std::move(level));
   }
 }

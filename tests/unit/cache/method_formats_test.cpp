@@ -256,6 +256,16 @@ TEST(MethodFormats, kivi_needs_blocks_of_whole_groups) {
   EXPECT_EQ(method_keys(kivi, 2, 64, Format::kFp16).tiers.at(0).after_tokens, 128);
 }
 
+TEST(MethodFormats, a_stream_has_one_codec) {
+  const auto wide = methods::make_method({.head_dim = kDims, .bit_width_inlier = 4});
+  const auto narrow = methods::make_method({.head_dim = kDims, .bit_width_inlier = 2});
+  StreamFormat format = method_keys(wide, kHeads, kBlock, Format::kFp16);
+  format.tiers.push_back(method_keys(narrow, kHeads, kBlock, Format::kFp16).tiers[0]);
+  format.tiers[1].after_tokens = 100;
+  EXPECT_THAT([&] { StreamLayout(format, {kHeads, kBlock, kDims}, "keys"); },
+              ThrowsMessage<InvalidArgument>(HasSubstr("keys tiers must have at most one codec")));
+}
+
 TEST(MethodFormats, what_pages_cannot_do_is_refused_by_name) {
   const auto with_outliers = methods::make_method({.head_dim = kDims, .n_outlier_channels = 2});
   EXPECT_THAT([&] { method_keys(with_outliers, 2, 16, Format::kFp16); },
