@@ -142,7 +142,6 @@ void PagedGroup::throw_exhausted(const storage::ByteShortage& shortage, std::int
 
 void PagedGroup::plan_step(std::int64_t n_tokens) {
   close_step();
-  for (PagedLayer* layer : layers_) layer->drop_behind_window();
   const Demand need = demand(n_tokens);
   if (need.pairs > 0 && (layers_.size() > 1 || need.copies)) {
     // A single layer that only adds blocks allocates them in one call: nothing can come between.

@@ -209,6 +209,7 @@ std::shared_ptr<const AppendPlan> PagedLayer::append(std::int64_t n_tokens) {
     throw;
   }
   if (opens) group.open_step();
+  drop_behind_window(before);
   before_ = before;
   moved_ = true;
   ++group.n_moved_;
@@ -295,6 +296,7 @@ std::shared_ptr<AppendPlan> PagedLayer::grow(std::int64_t n_tokens, bool known_s
     }
   }
   group_->reservation_.note_taken(fresh + tail.shared);
+  fill_lags_ = false;
 
   table_ = std::move(table);
   if (first > 0) {
@@ -396,10 +398,11 @@ bool PagedLayer::demote_block(int stream, std::int64_t entry, std::size_t level,
 
 // --- shrinking -----------------------------------------------------------------------------------
 
-// Blocks that neither the next query nor one after a rolled back step will see.
-void PagedLayer::drop_behind_window() noexcept {
+// Blocks that no query from `position` on sees: of the step that has come, not the next one, which
+// may follow after this one is rolled back.
+void PagedLayer::drop_behind_window(std::int64_t position) noexcept {
   if (spec_.window == 0) return;
-  const std::int64_t first_seen = offset_ - spec_.window + 1;
+  const std::int64_t first_seen = position - spec_.window + 1;
   const std::int64_t n =
       std::min(std::max<std::int64_t>(first_seen, 0) / block_size() - first_block_, n_entries());
   if (n <= 0) return;
@@ -442,8 +445,9 @@ void PagedLayer::cut(std::int64_t new_offset) {
   if (kept > 0 && new_offset % size != 0) {
     try {
       blocks().mark_used(table_->blocks(kept - 1, kept), new_offset % size);
-    } catch (const InvalidArgument&) {  // NOLINT(bugprone-empty-catch)
-      // Another owner's too, who uses more of it.
+      fill_lags_ = false;
+    } catch (const InvalidArgument&) {
+      fill_lags_ = true;  // another owner's too, who uses more of it
     }
   }
   offset_ = new_offset;
@@ -514,7 +518,7 @@ void PagedLayer::forget() noexcept {
     table_.reset();
   }
   offset_ = first_block_ = before_ = 0;
-  trimmed_ = false;
+  trimmed_ = fill_lags_ = false;
   if (std::exchange(moved_, false) && group_->in_step_) --group_->n_moved_;
   for (Ageing& ageing : ageing_) ageing = {};
 }
@@ -548,6 +552,7 @@ std::unique_ptr<PagedLayer> PagedLayer::fork(std::shared_ptr<PagedGroup> group) 
     copy->offset_ = offset_;
     copy->first_block_ = first_block_;
     copy->before_ = before_;
+    copy->fill_lags_ = fill_lags_;
     copy->ageing_[0] = ageing_[0];
     copy->ageing_[1] = ageing_[1];
     in_step = group_->in_step_ && group_->torn();
@@ -589,7 +594,8 @@ void PagedLayer::check_invariants() const {
       const auto info = blocks().info(table_->blocks(i, i + 1)[static_cast<std::size_t>(s)]);
       if (!info) continue;  // lost: the next use says so
       require(info->owner == group_->owner_, "a block is another owner's");
-      require(info->n_references > 1 || info->n_used == used,
+      require(info->n_references > 1 || info->n_used == used ||
+                  (fill_lags_ && i == n - 1 && info->n_used > used),
               "n_used of a block does not follow the tokens");
       require(info->format == tags_[s][level], "a block's format is not its page's");
     }

@@ -118,7 +118,7 @@ class PagedLayer {
   void demote(int stream, AppendPlan::StreamPlan& plan);
   bool demote_block(int stream, std::int64_t entry, std::size_t level,
                     AppendPlan::StreamPlan& plan);
-  void drop_behind_window() noexcept;
+  void drop_behind_window(std::int64_t position) noexcept;
   void cut(std::int64_t new_offset);
   void forget() noexcept;
   void check_invariants() const;
@@ -136,6 +136,9 @@ class PagedLayer {
   std::int64_t before_ = 0;
   bool moved_ = false;
   bool trimmed_ = false;
+  /// The last block was trimmed while it had other owners: the pool counts more slots in use, until
+  /// the next append.
+  bool fill_lags_ = false;
   /// Of each stream: blocks before this one, counted from position 0, have aged through all tiers;
   /// how far tiers reached at the last look; whether bytes were missing then.
   struct Ageing {
