@@ -23,9 +23,9 @@
 #include <cstdint>
 #include <limits>
 
+#include "decode_rows-inl.h"
 #include "float_lanes-inl.h"
 #include "kvpool/base/half.h"
-#include "kvpool/kernels/page_append.h"
 #include "kvpool/kernels/paged_attention.h"
 #include "kvpool/kernels/worker_pool.h"
 #include "paged_attention_common.h"
@@ -320,7 +320,7 @@ class Prefill {
       const std::int64_t slot = first % block_size;
       const std::int64_t count = std::min(block_size - slot, last - first);
       const PageRef& page = page_of(p_, stream, b_, first / block_size);
-      decode_head({page.format, stream.shape}, page.data, kv_head_, slot, count, rows, stride);
+      decode_rows({page.format, stream.shape}, page.data, kv_head_, slot, count, rows, stride);
       rows += count * stride;
       first += count;
     }
@@ -359,8 +359,8 @@ class Prefill {
   void hide(std::int64_t r) {
     const D d;
     const hn::RebindToSigned<D> di;
-    const auto from = hn::Load(di, from_ + r);
-    const auto to = hn::Load(di, to_ + r);
+    const auto from = hn::LoadU(di, from_ + r);
+    const auto to = hn::LoadU(di, to_ + r);
     const std::int64_t n = end_of(r, lanes());
     for (std::int64_t t = 0, at = r; t < n; ++t, at += scratch_.row_stride) {
       const auto token = hn::Set(di, static_cast<std::int32_t>(t));
