@@ -7,6 +7,7 @@
 #include <string>
 
 #include "kvpool/base/error.h"
+#include "kvpool/cache/lease_errors.h"
 
 namespace nb = nanobind;
 
@@ -23,6 +24,8 @@ bool set_library_error(const std::exception_ptr& error) {
     std::rethrow_exception(error);
   } catch (const OwnerAlreadyActive& e) {
     PyErr_SetString(exception_class("OwnerAlreadyActiveError").ptr(), e.what());
+  } catch (const cache::StepExhausted& e) {
+    set_exhausted_error(e.shortage, e.what(), e.tokens_that_fit);
   } catch (const BlockPoolExhausted& e) {
     PyErr_SetString(exception_class("BlockPoolExhaustedError").ptr(), e.what());
   } catch (const InvalidArgument& e) {

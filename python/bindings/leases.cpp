@@ -9,9 +9,7 @@
 #include <string_view>
 
 #include "bindings.h"
-#include "errors.h"
 #include "kvpool/cache/layer_lease.h"
-#include "kvpool/cache/lease_errors.h"
 #include "kvpool/cache/lease_group.h"
 #include "pool_object.h"
 
@@ -30,28 +28,15 @@ std::shared_ptr<LeaseGroup> make_group(const PoolObject* pool, OwnerId owner) {
   return std::make_shared<LeaseGroup>(pool == nullptr ? nullptr : pool->pool, owner);
 }
 
-// A BlockPoolExhaustedError with the numbers that the C++ exception carries.
-template <typename Body>
-auto with_numbers(Body&& body) {
-  try {
-    return body();
-  } catch (const cache::StepExhausted& e) {
-    set_exhausted_error(e.shortage, e.what(), e.tokens_that_fit);
-    throw nb::python_error();
-  }
-}
-
 // What decoding asks once a layer and token is one number: the row where the tokens start where the
 // buffers have room; -1 where the step is torn; -2 less that row where the buffers are to get
 // another length.
 std::int64_t append(LayerLease& lease, std::int64_t batch, std::int64_t n_tokens,
                     std::int64_t rows) {
-  return with_numbers([&]() -> std::int64_t {
-    const auto shape = lease.append(batch, n_tokens);
-    if (!shape) return -1;
-    const std::int64_t start = shape->offset - n_tokens;
-    return shape->rows == rows ? start : -2 - start;
-  });
+  const auto shape = lease.append(batch, n_tokens);
+  if (!shape) return -1;
+  const std::int64_t start = shape->offset - n_tokens;
+  return shape->rows == rows ? start : -2 - start;
 }
 
 }  // namespace
@@ -68,12 +53,8 @@ void bind_leases(nb::module_& m) {
       .def(nb::new_(&make_group), "pool"_a.none(), "owner"_a)
       .def_prop_ro("n_layers", &LeaseGroup::n_layers)
       .def_prop_ro("n_blocks", &LeaseGroup::n_blocks, "Blocks held, keys and values together.")
-      .def(
-          "prepare",
-          [](LeaseGroup& self, std::int64_t pairs, const char* call) {
-            with_numbers([&] { self.prepare(pairs, call); });
-          },
-          "pairs"_a, "call"_a, "Reserves blocks for replacements of the layers' buffers to come.")
+      .def("prepare", &LeaseGroup::prepare, "pairs"_a, "call"_a,
+           "Reserves blocks for replacements of the layers' buffers to come.")
       .def("has_at_hand", &LeaseGroup::has_at_hand, "pairs"_a,
            "Whether the pool has that many pairs of blocks without growing.")
       .def("pairs_for", &LeaseGroup::pairs_for, "batch"_a, "rows"_a,
@@ -112,9 +93,8 @@ void bind_leases(nb::module_& m) {
       .def(
           "replace",
           [](LayerLease& self, std::int64_t batch, std::int64_t offset, std::int64_t rows,
-             std::int64_t index, const char* call) {
-            with_numbers([&] { self.replace(batch, BufferShape{offset, rows, index}, call); });
-          },
+             std::int64_t index,
+             const char* call) { self.replace(batch, BufferShape{offset, rows, index}, call); },
           "batch"_a, "offset"_a, "rows"_a, "index"_a, "call"_a = "LayerLease::replace",
           "Charges buffers put in place from outside.")
       .def("set_padding", &LayerLease::set_padding, "first"_a, "counts"_a,
@@ -122,12 +102,8 @@ void bind_leases(nb::module_& m) {
       .def("set_formats", &LayerLease::set_formats, "keys"_a, "values"_a)
       .def("supersede", &LayerLease::supersede, "growth"_a, "format"_a,
            "A new layer in this one's place; this one becomes a group of its own.")
-      .def(
-          "copy_into",
-          [](const LayerLease& self, std::shared_ptr<LeaseGroup> group) {
-            return with_numbers([&] { return self.copy_into(std::move(group)); });
-          },
-          "group"_a, "A copy at the end of another group, charged there.");
+      .def("copy_into", &LayerLease::copy_into, "group"_a,
+           "A copy at the end of another group, charged there.");
 }
 
 }  // namespace kvpool::bindings
