@@ -12,6 +12,10 @@
 
 #include "kvpool/core/block_pool_allocator.h"
 
+namespace kvpool::cache {
+class PagedPool;
+}
+
 namespace kvpool::bindings {
 
 /// Strings of format names by tag and back, so that the hot calls neither build nor hash one.
@@ -91,6 +95,9 @@ struct PoolObject {
   bool separate_kv;
   FormatStrings formats;
   HandleMemory handle_memory;
+  /// Pages and threads of paged caches, shared by all of them: made by kvpool._mlx when the first
+  /// one asks. Guarded by the GIL.
+  std::shared_ptr<cache::PagedPool> paged;
 };
 
 /// The PoolObject behind `self`, an instance of the bound type. Throws nanobind::python_error where

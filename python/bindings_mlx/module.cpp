@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "bindings.h"
 #include "kvpool/mlx_ext/mlx_version.h"
 
 namespace nb = nanobind;
@@ -15,7 +16,11 @@ NB_MODULE(_mlx, m) {
         ("kvpool was built for MLX " + built_for + ", and MLX " + loaded + " is loaded").c_str());
   }
   m.attr("__mlx_version__") = built_for.c_str();
-  // Knows the types of the arrays that cross; loading it first also brings libmlx.
+  // It binds the arrays that cross. The pool and the exceptions are bound by kvpool._native, which
+  // the package imports before this.
   nb::module_::import_("mlx.core");
   nb::set_leak_warnings(false);
+  kvpool::bindings::bind_paged_pool(m);
+  kvpool::bindings::bind_paged_layer(m);
+  kvpool::bindings::bind_attention(m);
 }

@@ -9,8 +9,6 @@ std::string compiled_mlx_version() {
          std::to_string(MLX_VERSION_PATCH);
 }
 
-std::string loaded_mlx_version() {
-  return mlx::core::version();
-}
+std::string loaded_mlx_version() { return mlx::core::version(); }
 
 }  // namespace kvpool::mlx_ext

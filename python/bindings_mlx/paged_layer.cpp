@@ -1,0 +1,138 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "kvpool/base/error.h"
+#include "kvpool/mlx_ext/paged_layer_arrays.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kvpool::bindings {
+namespace {
+
+using cache::PagedGroup;
+using cache::StreamFormat;
+using mlx_ext::PagedLayerArrays;
+using Array = PagedLayerArrays::array;
+
+formats::Format page_format(const std::string& name) {
+  if (const auto format = formats::format_from_name(name)) return *format;
+  throw InvalidArgument("[StreamFormat] a format must be one of " + formats::format_names() +
+                        ", got " + name);
+}
+
+StreamFormat stream_format(const std::string& recent,
+                           const std::vector<std::pair<std::string, std::int64_t>>& tiers) {
+  StreamFormat format{page_format(recent), {}};
+  for (const auto& [name, after_tokens] : tiers) {
+    format.tiers.push_back({after_tokens, page_format(name), nullptr});
+  }
+  return format;
+}
+
+/// Evaluates what another thread left behind without the GIL; a call does it only then.
+PagedLayerArrays& ready(PagedLayerArrays& layer) {
+  if (layer.has_left_behind()) {
+    const nb::gil_scoped_release released;
+    layer.catch_up();
+  }
+  return layer;
+}
+
+}  // namespace
+
+void bind_paged_layer(nb::module_& m) {
+  nb::class_<StreamFormat>(m, "StreamFormat", "What a layer's keys or values are kept in.")
+      .def(nb::new_(&stream_format), "recent"_a = "fp16",
+           "tiers"_a = std::vector<std::pair<std::string, std::int64_t>>{},
+           "`recent` for new tokens; a tier (format, n) for full blocks older than the newest n.");
+
+  nb::class_<PagedLayerArrays>(m, "PagedLayer", "One layer of a request: arrays in and out.")
+      .def(nb::new_([](const std::shared_ptr<PagedGroup>& group, std::int64_t n_kv_heads,
+                       std::int64_t key_dim, std::int64_t value_dim, const StreamFormat& keys,
+                       const StreamFormat& values, std::int64_t window) {
+             return std::make_unique<PagedLayerArrays>(
+                 group,
+                 cache::PagedLayerSpec{n_kv_heads, key_dim, value_dim, keys, values, window});
+           }),
+           "group"_a, "n_kv_heads"_a, "key_dim"_a, "value_dim"_a, "keys"_a = StreamFormat{},
+           "values"_a = StreamFormat{}, "window"_a = 0,
+           "Behind the layers that the group has: in the order in which a step visits them.")
+      .def_prop_ro("group", [](const PagedLayerArrays& self) { return self.layer().group(); })
+      .def_prop_ro("window",
+                   [](const PagedLayerArrays& self) { return self.layer().spec().window; })
+      .def_prop_ro(
+          "offset", [](PagedLayerArrays& self) { return ready(self).offset(); },
+          "Tokens appended and not trimmed, those behind a window included.")
+      .def_prop_ro(
+          "n_rows", [](PagedLayerArrays& self) { return ready(self).n_rows(); },
+          "Tokens that keys_and_values returns.")
+      .def_prop_ro(
+          "n_blocks", [](const PagedLayerArrays& self) { return self.layer().n_blocks(); },
+          "Blocks held, keys and values together.")
+      .def_prop_ro(
+          "nbytes", [](const PagedLayerArrays& self) { return self.layer().nbytes(); },
+          "Bytes of their pages.")
+      .def_prop_ro("is_trimmable",
+                   [](const PagedLayerArrays& self) { return self.layer().is_trimmable(); })
+      .def(
+          "update_and_fetch",
+          [](PagedLayerArrays& self, const Array& keys, const Array& values) {
+            return ready(self).update_and_fetch(keys, values);
+          },
+          "keys"_a, "values"_a,
+          "Appends tokens; returns all that a query is to see, gathered when evaluated.")
+      .def(
+          "keys_and_values", [](PagedLayerArrays& self) { return ready(self).fetch(); },
+          "What update_and_fetch last returned, anew; None while empty.")
+      .def(
+          "adopt",
+          [](PagedLayerArrays& self, const Array& keys, const Array& values, std::int64_t offset) {
+            self.load(keys, values, offset);
+          },
+          "keys"_a, "values"_a, "offset"_a,
+          "Puts tokens in place of those held; offset is the position after the last one.")
+      .def_prop_ro(
+          "order", [](PagedLayerArrays& self) { return ready(self).order_token(); },
+          "An array whose evaluation runs the appends so far, and gathers nothing.")
+      .def(
+          "trim",
+          [](PagedLayerArrays& self, std::int64_t n_tokens) { return ready(self).trim(n_tokens); },
+          "n_tokens"_a, "Drops the newest tokens and returns how many.")
+      .def_prop_ro(
+          "is_torn", [](const PagedLayerArrays& self) { return self.layer().is_torn(); },
+          "A step was cut short, and this layer's next append takes it back.")
+      .def("reset", &PagedLayerArrays::reset, "Gives this layer's blocks back.")
+      .def(
+          "fork",
+          [](PagedLayerArrays& self, std::shared_ptr<PagedGroup> group) {
+            return ready(self).fork(std::move(group));
+          },
+          "group"_a, "A copy at the end of another group, which shares every block.");
+
+  m.def(
+      "fetch_batch",
+      [](const std::vector<PagedLayerArrays*>& layers) {
+        for (PagedLayerArrays* layer : layers) ready(*layer);
+        return mlx_ext::fetch_batch(layers);
+      },
+      "layers"_a,
+      "Keys and values of a ragged batch, one layer a sequence; shorter ones are padded with\n"
+      "zeros on their left. Attention reads the pages, as for those of one layer.");
+}
+
+}  // namespace kvpool::bindings

@@ -1,0 +1,112 @@
+#include "kvpool/mlx_ext/paged_attention.h"
+
+#include <mlx/backend/cpu/encoder.h>
+#include <mlx/ops.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "attention_work.h"
+#include "kvpool/mlx_ext/dtypes.h"
+#include "kvpool/mlx_ext/graph.h"
+#include "no_gpu.h"
+
+namespace kvpool::mlx_ext {
+
+using mlx::core::array;
+
+namespace {
+
+bool broadcasts(const array& mask, const std::array<int, 4>& to) {
+  if (mask.ndim() > 4) return false;
+  const std::size_t missing = 4 - mask.ndim();
+  for (std::size_t i = 0; i < mask.ndim(); ++i) {
+    if (mask.shape()[i] != 1 && mask.shape()[i] != to[missing + i]) return false;
+  }
+  return true;
+}
+
+bool any_hidden(const VisibleBatch& batch) {
+  return std::any_of(batch.begin(), batch.end(),
+                     [](const VisibleRows& rows) { return rows.hidden() > 0; });
+}
+
+/// Why the kernels do not answer; empty where they do.
+std::string_view why_not(const array& queries, const array& keys, const array& values,
+                         const GatherPages& from, std::string_view mask,
+                         const std::optional<array>& mask_array,
+                         const std::optional<array>& sinks) {
+  if (!default_device_has_kernels()) return "no kernel for this device";
+  if (queries.is_tracer()) return "inside a transformation";
+  if (queries.ndim() != 4 || queries.shape(0) != keys.shape(0) ||
+      queries.shape(3) != keys.shape(3) || keys.shape(1) != values.shape(1) ||
+      queries.shape(1) % keys.shape(1) != 0 || queries.size() == 0) {
+    return "shapes that do not fit";
+  }
+  const bool one_query = queries.shape(2) == 1;
+  if (std::any_of(from.batch()->begin(), from.batch()->end(),
+                  [&](const VisibleRows& rows) { return rows.n_rows < queries.shape(2); })) {
+    return "more queries than tokens";
+  }
+  if (!mask.empty() && mask != "causal") return "an unknown mask";
+  if (!mask.empty() && mask_array) return "two masks";
+  if (mask_array) {
+    if (mask_array->dtype() != mlx::core::bool_ && !format_of(mask_array->dtype())) {
+      return "a mask that is neither boolean nor of floats";
+    }
+    if (!broadcasts(*mask_array,
+                    {queries.shape(0), queries.shape(1), queries.shape(2), keys.shape(2)})) {
+      return "a mask that does not fit";
+    }
+  } else if (!one_query && any_hidden(*from.batch())) {
+    return "a window without its mask";
+  }
+  if (sinks && (sinks->ndim() != 1 || sinks->shape(0) != queries.shape(1))) {
+    return "sinks that do not fit";
+  }
+  if (!format_of(mlx::core::result_type({queries, keys, values})))
+    return "numbers of another dtype";
+  return {};
+}
+
+}  // namespace
+
+void PagedAttention::eval_cpu(const std::vector<array>& inputs, array& output) {
+  auto& encoder = mlx::core::cpu::get_command_encoder(stream());
+  output.set_data(mlx::core::allocator::malloc(output.nbytes()));
+  encoder.dispatch(
+      [work = AttentionWork(batch_, options_, inputs, output)]() mutable { work.run(); });
+}
+
+void PagedAttention::eval_gpu(const std::vector<array>&, array&) { throw_no_gpu(name()); }
+
+Attended attend(const array& queries, const array& keys, const array& values, float scale,
+                std::string_view mask, const std::optional<array>& mask_array,
+                const std::optional<array>& sinks) {
+  const GatherPages* from = gathered_from(keys);
+  const GatherPages* values_from = gathered_from(values);
+  if (from == nullptr && values_from == nullptr) return NotPaged{};
+  if (from == nullptr || values_from == nullptr || from->batch() != values_from->batch()) {
+    return NotCovered{"keys and values from different places"};
+  }
+  const std::string_view reason = why_not(queries, keys, values, *from, mask, mask_array, sinks);
+  if (!reason.empty()) return NotCovered{reason};
+
+  PagedAttention::Options options;
+  options.keys = from->which();
+  options.values = values_from->which();
+  options.scale = scale;
+  options.causal = mask == "causal" && queries.shape(2) > 1;
+  options.has_mask = mask_array.has_value();
+  options.has_sinks = sinks.has_value();
+  const mlx::core::Stream stream = page_stream();
+  const mlx::core::Dtype dtype = mlx::core::result_type({queries, keys, values});
+  std::vector<array> inputs = keys.inputs();  // the order tokens
+  inputs.push_back(mlx::core::astype(queries, dtype, stream));
+  if (mask_array) inputs.push_back(*mask_array);
+  if (sinks) inputs.push_back(mlx::core::astype(*sinks, mlx::core::float32, stream));
+  return array({queries.shape(0), queries.shape(1), queries.shape(2), values.shape(3)}, dtype,
+               std::make_shared<PagedAttention>(stream, from->batch(), options), std::move(inputs));
+}
+
+}  // namespace kvpool::mlx_ext

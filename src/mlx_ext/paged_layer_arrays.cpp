@@ -1,0 +1,259 @@
+#include "kvpool/mlx_ext/paged_layer_arrays.h"
+
+#include <mlx/transforms.h>
+#include <mlx/utils.h>
+
+#include <algorithm>
+#include <sstream>
+#include <string>
+
+#include "kvpool/base/error.h"
+#include "kvpool/mlx_ext/dtypes.h"
+#include "kvpool/mlx_ext/graph.h"
+
+namespace kvpool::mlx_ext {
+
+using mlx::core::array;
+
+namespace {
+
+std::string text_of(const mlx::core::Shape& shape) {
+  std::string text = "[";
+  for (const auto dim : shape) {
+    if (text.size() > 1) text += ", ";
+    text += std::to_string(dim);
+  }
+  text += "]";
+  return text;
+}
+
+}  // namespace
+
+PagedLayerArrays::Use::Use(PagedLayerArrays& layer, std::string_view call) : layer_(layer) {
+  if (layer_.busy_.exchange(true, std::memory_order_acquire)) {
+    throw InvalidArgument("[" + std::string(call) +
+                          "] another thread is using this cache: a cache serves one at a time");
+  }
+}
+
+PagedLayerArrays::PagedLayerArrays(const std::shared_ptr<cache::PagedGroup>& group,
+                                   const cache::PagedLayerSpec& spec)
+    : layer_(group->add_layer(spec)),
+      token_(false),
+      key_dtype_(dtype_of(spec.keys.recent)),
+      value_dtype_(dtype_of(spec.values.recent)) {}
+
+PagedLayerArrays::PagedLayerArrays(std::unique_ptr<cache::PagedLayer> layer,
+                                   const PagedLayerArrays& from)
+    : layer_(std::move(layer)),
+      token_(from.token_),
+      pending_(from.pending_),
+      thread_(from.thread_),
+      key_dtype_(from.key_dtype_),
+      value_dtype_(from.value_dtype_),
+      last_append_(from.last_append_) {}
+
+PagedLayerArrays::~PagedLayerArrays() = default;
+
+void PagedLayerArrays::check_rows(std::string_view call, const char* name, const array& rows,
+                                  std::int64_t dim, std::int64_t n_tokens) const {
+  const std::int64_t n_heads = layer_->spec().n_kv_heads;
+  const std::string start = "[" + std::string(call) + "] " + name + " must ";
+  if (rows.ndim() != 4 || rows.shape(0) != 1 || rows.shape(1) != n_heads ||
+      rows.shape(2) != n_tokens || rows.shape(3) != dim || n_tokens < 1) {
+    const std::string tokens = n_tokens < 1 ? ">= 1" : std::to_string(n_tokens);
+    throw InvalidArgument(start + "be of shape [1, " + std::to_string(n_heads) + ", " + tokens +
+                          ", " + std::to_string(dim) + "], got " + text_of(rows.shape()));
+  }
+  if (!format_of(rows.dtype())) {
+    std::ostringstream dtype;
+    dtype << rows.dtype();
+    throw InvalidArgument(start + "be of float32, float16 or bfloat16, got " + dtype.str());
+  }
+}
+
+void PagedLayerArrays::append(const array& keys, const array& values) {
+  const std::int64_t n_tokens = keys.shape(2);
+  forget_scheduled();
+  pending_.reserve(pending_.size() + 1);
+  const auto plan = layer_->append(n_tokens);
+  try {
+    auto append = std::make_shared<Append>(plan);
+    array token({}, mlx::core::bool_, std::make_shared<AppendPages>(page_stream(), append),
+                {token_, keys, values});
+    pending_.push_back({std::move(append), token_, layer_->offset() - n_tokens});
+    token_ = std::move(token);
+  } catch (...) {
+    layer_->roll_back(n_tokens);
+    throw;
+  }
+  thread_ = thread_number();
+  last_append_ = n_tokens;
+  key_dtype_ = keys.dtype();
+  value_dtype_ = values.dtype();
+}
+
+std::pair<array, array> PagedLayerArrays::update_and_fetch(const array& keys, const array& values) {
+  constexpr std::string_view kCall = "PagedLayer::update_and_fetch";
+  const Use use(*this, kCall);
+  const std::int64_t n_tokens = keys.ndim() == 4 ? keys.shape(2) : 0;
+  check_rows(kCall, "keys", keys, layer_->spec().key_dim, n_tokens);
+  check_rows(kCall, "values", values, layer_->spec().value_dim, n_tokens);
+  refuse_tracing(kCall);
+  settle();
+  append(keys, values);
+  return gathered();
+}
+
+std::optional<std::pair<array, array>> PagedLayerArrays::fetch() {
+  const Use use(*this, "PagedLayer::keys_and_values");
+  settle();
+  if (layer_->offset() == 0) return std::nullopt;
+  return gathered();
+}
+
+void PagedLayerArrays::load(const array& keys, const array& values, std::int64_t offset) {
+  constexpr std::string_view kCall = "PagedLayer::adopt";
+  const Use use(*this, kCall);
+  const std::int64_t n_tokens = keys.ndim() == 4 ? keys.shape(2) : 0;
+  check_rows(kCall, "keys", keys, layer_->spec().key_dim, n_tokens);
+  check_rows(kCall, "values", values, layer_->spec().value_dim, n_tokens);
+  if (offset < n_tokens) {
+    throw InvalidArgument("[PagedLayer::adopt] offset must be >= the " + std::to_string(n_tokens) +
+                          " tokens of keys, got " + std::to_string(offset));
+  }
+  refuse_tracing(kCall);
+  layer_->reset();
+  pending_.clear();
+  token_ = array(false);
+  append(keys, values);
+}
+
+std::int64_t PagedLayerArrays::offset() {
+  const Use use(*this, "PagedLayer::offset");
+  settle();
+  return layer_->offset();
+}
+
+std::int64_t PagedLayerArrays::count_rows() const {
+  const std::int64_t window = layer_->spec().window;
+  const std::int64_t length = layer_->length();
+  return window == 0 ? length : std::min(length, window - 1 + last_append_);
+}
+
+std::int64_t PagedLayerArrays::n_rows() {
+  const Use use(*this, "PagedLayer::n_rows");
+  settle();
+  return count_rows();
+}
+
+std::int64_t PagedLayerArrays::trim(std::int64_t n_tokens) {
+  const Use use(*this, "PagedLayer::trim");
+  settle();
+  return layer_->trim(n_tokens);
+}
+
+void PagedLayerArrays::reset() {
+  const Use use(*this, "PagedLayer::reset");
+  layer_->reset();
+  pending_.clear();
+  token_ = array(false);
+}
+
+std::unique_ptr<PagedLayerArrays> PagedLayerArrays::fork(std::shared_ptr<cache::PagedGroup> group) {
+  const Use use(*this, "PagedLayer::fork");
+  settle();
+  return std::unique_ptr<PagedLayerArrays>(
+      new PagedLayerArrays(layer_->fork(std::move(group)), *this));
+}
+
+array PagedLayerArrays::order_token() {
+  const Use use(*this, "PagedLayer::order");
+  settle();
+  return token_;
+}
+
+VisibleRows PagedLayerArrays::visible_rows() const {
+  return {layer_->group()->pool(), layer_->view(), count_rows()};
+}
+
+std::pair<VisibleRows, array> PagedLayerArrays::visible(std::string_view call) {
+  const Use use(*this, call);
+  settle();
+  if (layer_->offset() == 0) {
+    throw InvalidArgument("[" + std::string(call) + "] the layers must hold tokens, one is empty");
+  }
+  return {visible_rows(), token_};
+}
+
+std::pair<array, array> PagedLayerArrays::gathered() const {
+  const auto batch = std::make_shared<const VisibleBatch>(VisibleBatch{visible_rows()});
+  return {gather_pages(batch, Which::kKeys, {token_}, key_dtype_),
+          gather_pages(batch, Which::kValues, {token_}, value_dtype_)};
+}
+
+bool PagedLayerArrays::has_left_behind() const noexcept {
+  return !pending_.empty() && thread_ != thread_number() && !pending_.back().append->is_scheduled();
+}
+
+void PagedLayerArrays::catch_up() {
+  const Use use(*this, "PagedLayer");
+  settle();
+}
+
+void PagedLayerArrays::settle() {
+  if (!has_left_behind()) return;
+  try {
+    mlx::core::eval({token_});
+  } catch (const std::exception&) {
+    // The stream, or the numbers, are another thread's.
+  }
+  forget_scheduled();
+  if (!pending_.empty()) withdraw_pending();
+}
+
+void PagedLayerArrays::forget_scheduled() {
+  const auto first = std::find_if(pending_.begin(), pending_.end(), [](const Pending& pending) {
+    return !pending.append->is_scheduled();
+  });
+  pending_.erase(pending_.begin(), first);
+}
+
+void PagedLayerArrays::withdraw_pending() {
+  // Appends are scheduled in order, so from the first that is not on none is.
+  std::int64_t start = layer_->offset();
+  array token = pending_.front().before;
+  for (const Pending& pending : pending_) {
+    if (!pending.append->withdraw()) continue;
+    start = std::min(start, pending.start);
+    if (pending.append->plan()->moves_pages()) {
+      token = array({}, mlx::core::bool_,
+                    std::make_shared<SkipAppend>(page_stream(), pending.append->plan()), {token});
+    }
+  }
+  pending_.clear();
+  token_ = std::move(token);
+  const std::int64_t n_tokens = layer_->offset() - start;
+  if (n_tokens > 0) layer_->roll_back(n_tokens);
+}
+
+std::pair<array, array> fetch_batch(const std::vector<PagedLayerArrays*>& layers) {
+  constexpr std::string_view kCall = "fetch_batch";
+  if (layers.empty()) throw InvalidArgument("[fetch_batch] layers must not be empty");
+  VisibleBatch batch;
+  std::vector<array> tokens;
+  for (PagedLayerArrays* layer : layers) {
+    if (layer->layer().key_layout()->shape() != layers.front()->layer().key_layout()->shape() ||
+        layer->layer().value_layout()->shape() != layers.front()->layer().value_layout()->shape()) {
+      throw InvalidArgument("[fetch_batch] layers must have the same heads, dims and block size");
+    }
+    auto [rows, token] = layer->visible(kCall);
+    batch.push_back(std::move(rows));
+    tokens.push_back(std::move(token));
+  }
+  const auto shared = std::make_shared<const VisibleBatch>(std::move(batch));
+  return {gather_pages(shared, Which::kKeys, tokens, layers.front()->key_dtype()),
+          gather_pages(shared, Which::kValues, tokens, layers.front()->value_dtype())};
+}
+
+}  // namespace kvpool::mlx_ext
