@@ -22,7 +22,7 @@ struct Reader {
 };
 
 struct Options {
-  bool aged = false;      // int8 after some tokens: numbers are near, not equal
+  bool aged = false;  // int8 after some tokens: numbers are near, not equal
   std::int64_t window = 0;
   std::int64_t n_blocks = 64;
   std::optional<std::int64_t> byte_budget;
@@ -109,9 +109,8 @@ class Life {
     readers_.clear();
     check_all(*pool_);
     EXPECT_EQ(pool_->blocks().stats().blocks_in_use(), 0);
-    EXPECT_EQ(pool_->store().stats(), (storage::PageStoreStats{
-                                          .peak_used_bytes =
-                                              pool_->store().stats().peak_used_bytes}));
+    EXPECT_EQ(pool_->store().stats(),
+              (storage::PageStoreStats{.peak_used_bytes = pool_->store().stats().peak_used_bytes}));
   }
 
  private:
