@@ -22,5 +22,6 @@ NB_MODULE(_mlx, m) {
   nb::set_leak_warnings(false);
   kvpool::bindings::bind_paged_pool(m);
   kvpool::bindings::bind_paged_layer(m);
+  kvpool::bindings::bind_method_formats(m);
   kvpool::bindings::bind_attention(m);
 }

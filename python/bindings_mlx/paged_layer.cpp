@@ -22,18 +22,19 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace kvpool::bindings {
-namespace {
-
-using cache::PagedGroup;
-using cache::StreamFormat;
-using mlx_ext::PagedLayerArrays;
-using Array = PagedLayerArrays::array;
 
 formats::Format page_format(const std::string& name) {
   if (const auto format = formats::format_from_name(name)) return *format;
   throw InvalidArgument("[StreamFormat] a format must be one of " + formats::format_names() +
                         ", got " + name);
 }
+
+namespace {
+
+using cache::PagedGroup;
+using cache::StreamFormat;
+using mlx_ext::PagedLayerArrays;
+using Array = PagedLayerArrays::array;
 
 StreamFormat stream_format(const std::string& recent,
                            const std::vector<std::pair<std::string, std::int64_t>>& tiers) {
