@@ -57,6 +57,11 @@ class PagedLayer {
   /// Charges `n_tokens` (>= 1) more and says where to write them. Throws StepExhausted (no layer
   /// has moved where it is the step's first), LeaseLost and InvalidArgument; then nothing changed.
   std::shared_ptr<const AppendPlan> append(std::int64_t n_tokens);
+  /// Puts `n_tokens` (>= 1) in place of what is held, from `first_position` on: a multiple of the
+  /// block size, above 0 for what a window left of a longer sequence. It is no step: the other
+  /// layers stay, and a step under way is rolled back where it is torn, else ended. Throws
+  /// StepExhausted, after which the layer is empty, and InvalidArgument, which changes nothing.
+  std::shared_ptr<const AppendPlan> adopt(std::int64_t first_position, std::int64_t n_tokens);
   /// The tokens now. Throws LeaseLost.
   std::shared_ptr<const PageView> view() const;
 
