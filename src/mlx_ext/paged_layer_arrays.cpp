@@ -1,5 +1,6 @@
 #include "kvpool/mlx_ext/paged_layer_arrays.h"
 
+#include <mlx/ops.h>
 #include <mlx/transforms.h>
 #include <mlx/utils.h>
 
@@ -27,6 +28,15 @@ std::string text_of(const mlx::core::Shape& shape) {
   return text;
 }
 
+/// Rows [1, heads, n + tokens, dim] whose first n are zeros.
+array after_zeros(const array& rows, std::int64_t n) {
+  if (n == 0) return rows;
+  const mlx::core::Stream stream = page_stream();
+  const array zeros = mlx::core::zeros({1, rows.shape(1), static_cast<int>(n), rows.shape(3)},
+                                       rows.dtype(), stream);
+  return mlx::core::concatenate({zeros, rows}, 2, stream);
+}
+
 }  // namespace
 
 PagedLayerArrays::Use::Use(PagedLayerArrays& layer, std::string_view call) : layer_(layer) {
@@ -51,6 +61,7 @@ PagedLayerArrays::PagedLayerArrays(std::unique_ptr<cache::PagedLayer> layer,
       thread_(from.thread_),
       key_dtype_(from.key_dtype_),
       value_dtype_(from.value_dtype_),
+      oldest_(from.oldest_),
       last_append_(from.last_append_) {}
 
 PagedLayerArrays::~PagedLayerArrays() = default;
@@ -72,23 +83,15 @@ void PagedLayerArrays::check_rows(std::string_view call, const char* name, const
   }
 }
 
-void PagedLayerArrays::append(const array& keys, const array& values) {
-  const std::int64_t n_tokens = keys.shape(2);
-  forget_scheduled();
-  pending_.reserve(pending_.size() + 1);
-  const auto plan = layer_->append(n_tokens);
-  try {
-    auto append = std::make_shared<Append>(plan);
-    array token({}, mlx::core::bool_, std::make_shared<AppendPages>(page_stream(), append),
-                {token_, keys, values});
-    pending_.push_back({std::move(append), token_, layer_->offset() - n_tokens});
-    token_ = std::move(token);
-  } catch (...) {
-    layer_->roll_back(n_tokens);
-    throw;
-  }
+void PagedLayerArrays::add_append(const std::shared_ptr<const cache::AppendPlan>& plan,
+                                  const array& keys, const array& values) {
+  auto append = std::make_shared<Append>(plan);
+  array token({}, mlx::core::bool_, std::make_shared<AppendPages>(page_stream(), append),
+              {token_, keys, values});
+  pending_.push_back({std::move(append), token_, layer_->offset() - plan->n_tokens()});
+  token_ = std::move(token);
   thread_ = thread_number();
-  last_append_ = n_tokens;
+  last_append_ = keys.shape(2);
   key_dtype_ = keys.dtype();
   value_dtype_ = values.dtype();
 }
@@ -101,7 +104,14 @@ std::pair<array, array> PagedLayerArrays::update_and_fetch(const array& keys, co
   check_rows(kCall, "values", values, layer_->spec().value_dim, n_tokens);
   refuse_tracing(kCall);
   settle();
-  append(keys, values);
+  forget_scheduled();
+  const auto plan = layer_->append(n_tokens);
+  try {
+    add_append(plan, keys, values);
+  } catch (...) {
+    layer_->roll_back(n_tokens);
+    throw;
+  }
   return gathered();
 }
 
@@ -123,10 +133,28 @@ void PagedLayerArrays::load(const array& keys, const array& values, std::int64_t
                           " tokens of keys, got " + std::to_string(offset));
   }
   refuse_tracing(kCall);
-  layer_->reset();
+  const std::int64_t oldest = offset - n_tokens;
+  const std::int64_t block_size = layer_->key_layout()->shape().block_size;
+  const std::int64_t n_before = oldest % block_size;
+  try {
+    const auto plan = layer_->adopt(oldest - n_before, n_before + n_tokens);
+    start_anew();
+    add_append(plan, after_zeros(keys, n_before), after_zeros(values, n_before));
+  } catch (const InvalidArgument&) {
+    throw;
+  } catch (...) {
+    layer_->reset();
+    start_anew();
+    throw;
+  }
+  oldest_ = oldest;
+  last_append_ = n_tokens;
+}
+
+void PagedLayerArrays::start_anew() {
   pending_.clear();
   token_ = array(false);
-  append(keys, values);
+  oldest_ = 0;
 }
 
 std::int64_t PagedLayerArrays::offset() {
@@ -137,8 +165,8 @@ std::int64_t PagedLayerArrays::offset() {
 
 std::int64_t PagedLayerArrays::count_rows() const {
   const std::int64_t window = layer_->spec().window;
-  const std::int64_t length = layer_->length();
-  return window == 0 ? length : std::min(length, window - 1 + last_append_);
+  if (window == 0) return layer_->length();
+  return std::min({layer_->length(), layer_->offset() - oldest_, window - 1 + last_append_});
 }
 
 std::int64_t PagedLayerArrays::n_rows() {
@@ -156,8 +184,7 @@ std::int64_t PagedLayerArrays::trim(std::int64_t n_tokens) {
 void PagedLayerArrays::reset() {
   const Use use(*this, "PagedLayer::reset");
   layer_->reset();
-  pending_.clear();
-  token_ = array(false);
+  start_anew();
 }
 
 std::unique_ptr<PagedLayerArrays> PagedLayerArrays::fork(std::shared_ptr<cache::PagedGroup> group) {

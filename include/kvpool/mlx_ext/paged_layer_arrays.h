@@ -50,8 +50,10 @@ class PagedLayerArrays {
   std::pair<array, array> update_and_fetch(const array& keys, const array& values);
   /// What the last update_and_fetch returned, or would return now; nothing where empty.
   std::optional<std::pair<array, array>> fetch();
-  /// Puts `keys` and `values` in place of what is held; `offset` (>= their tokens) is the position
-  /// after the last one. Throws as update_and_fetch; then the layer is empty.
+  /// Puts `keys` and `values` in place of what is held: PagedLayer::adopt. `offset` is the position
+  /// after the last of them, above their number for what a window left of a longer sequence.
+  /// Throws as update_and_fetch, before anything changes, and StepExhausted, after which the layer
+  /// is empty.
   void load(const array& keys, const array& values, std::int64_t offset);
 
   std::int64_t offset();
@@ -100,7 +102,9 @@ class PagedLayerArrays {
 
   void check_rows(std::string_view call, const char* name, const array& rows, std::int64_t dim,
                   std::int64_t n_tokens) const;
-  void append(const array& keys, const array& values);
+  void add_append(const std::shared_ptr<const cache::AppendPlan>& plan, const array& keys,
+                  const array& values);
+  void start_anew();
   VisibleRows visible_rows() const;
   std::int64_t count_rows() const;
   std::pair<array, array> gathered() const;
@@ -115,6 +119,7 @@ class PagedLayerArrays {
   mlx::core::Dtype key_dtype_;
   mlx::core::Dtype value_dtype_;
   std::int64_t last_append_ = 1;
+  std::int64_t oldest_ = 0;  // position of the first token that was ever there
   std::atomic<bool> busy_{false};
 };
 

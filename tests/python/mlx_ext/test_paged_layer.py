@@ -127,6 +127,31 @@ def test_adopted_tokens_take_the_place_of_those_held() -> None:
     assert shows(layer.update_and_fetch(*other.next(1)), other)
 
 
+@pytest.mark.parametrize("offset", [20, 21, 24, 401])
+def test_what_a_window_left_is_adopted_at_its_position(offset: int) -> None:
+    window = 12
+    layer, tokens = make_layer(window=window), Tokens()
+    layer.adopt(*tokens.next(11), offset)
+    assert layer.offset == offset
+    assert shows(layer.keys_and_values(), tokens)
+    for n in (1, 5, 1):
+        keys, values = layer.update_and_fetch(*tokens.next(n))
+        offset += n
+        rows = min(tokens.keys.shape[2], window - 1 + n)
+        assert same(keys, tokens.keys[:, :, -rows:])
+        assert same(values, tokens.values[:, :, -rows:])
+    assert layer.offset == offset
+
+
+def test_a_position_past_the_tokens_needs_a_window() -> None:
+    layer, tokens = make_layer(), Tokens()
+    with pytest.raises(ValueError, match=r"first_position must be 0 without a window, got 8"):
+        layer.adopt(*tokens.next(3), 11)
+    with pytest.raises(ValueError, match=r"^\[PagedLayer::adopt\] offset must be >= the 3 tokens"):
+        layer.adopt(*tokens.next(3), 2)
+    assert layer.offset == 0
+
+
 @pytest.mark.parametrize("steps", [[5] + [1] * 40, [30, 1, 1], [20, 20, 5, 1], [12] * 4])
 def test_a_window_shows_what_the_queries_of_a_step_may_see(steps: list[int]) -> None:
     window = 12
