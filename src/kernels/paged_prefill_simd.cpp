@@ -134,11 +134,11 @@ class Prefill {
       return index;
     };
     kv_head_ = take(p_.keys.shape.n_heads);
-    const std::int64_t head_tile = take(plan.head_tiles);
+    const std::int64_t head_tile = take(plan.head_tiles());
     b_ = take(p_.batch);
     // Causal queries see more the later they are: the longest items first, so that workers end
     // together.
-    const std::int64_t query_tile = plan.query_tiles - 1 - item;
+    const std::int64_t query_tile = plan.query_tiles(p_) - 1 - item;
     n_heads_ = std::min(plan.heads, plan.group - head_tile * plan.heads);
     first_head_ = kv_head_ * plan.group + head_tile * plan.heads;
     first_query_ = query_tile * plan.queries;

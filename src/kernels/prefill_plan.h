@@ -24,25 +24,24 @@ struct PrefillPlan {
   std::int64_t group;    // q heads of a kv head
   std::int64_t heads;    // q heads of an item, at most
   std::int64_t queries;  // queries of an item, at most
-  std::int64_t head_tiles;
-  std::int64_t query_tiles;
 
   PrefillPlan(const PagedAttentionParams& p, std::int64_t n_workers) noexcept
-      : group(p.n_q_heads / p.keys.shape.n_heads), heads(std::min(group, kRows)) {
-    head_tiles = tiles(group, heads);
-    heads = tiles(group, head_tiles);
+      : group(p.n_q_heads / p.keys.shape.n_heads) {
+    heads = std::min(group, kRows);
     queries = std::min(kRows / heads, p.n_queries);
     // At least two items a worker, where that leaves them 32 rows.
-    const std::int64_t sequences = p.batch * p.keys.shape.n_heads * head_tiles;
-    while (sequences * tiles(p.n_queries, queries) < 2 * n_workers && n_workers > 1 &&
-           heads * queries >= 64 && queries >= 2) {
-      queries = tiles(queries, 2);
+    while (n_workers > 1 && n_items(p) < 2 * n_workers && heads * queries >= 64) {
+      std::int64_t& larger = queries > 1 ? queries : heads;
+      larger = tiles(larger, 2);
     }
-    query_tiles = tiles(p.n_queries, queries);
   }
 
+  std::int64_t head_tiles() const noexcept { return tiles(group, heads); }
+  std::int64_t query_tiles(const PagedAttentionParams& p) const noexcept {
+    return tiles(p.n_queries, queries);
+  }
   std::int64_t n_items(const PagedAttentionParams& p) const noexcept {
-    return p.batch * p.keys.shape.n_heads * head_tiles * query_tiles;
+    return p.batch * p.keys.shape.n_heads * head_tiles() * query_tiles(p);
   }
 
   static constexpr std::int64_t tiles(std::int64_t n, std::int64_t size) noexcept {

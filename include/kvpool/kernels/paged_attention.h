@@ -20,8 +20,8 @@ struct PagedStream {
   formats::PageShape shape;
 };
 
-/// From so many queries on `prefill` is the faster variant.
-inline constexpr std::int64_t kPrefillQueries = 8;
+/// From so many rows (queries of all q heads of a kv head) on `prefill` is the faster variant.
+inline constexpr std::int64_t kPrefillRows = 32;
 
 enum class MaskKind : std::uint8_t { kNone, kBoolean, kFp32, kFp16, kBf16 };
 
@@ -119,7 +119,8 @@ struct PagedAttentionKernel {
   Variant prefill;
 
   const Variant& variant(const PagedAttentionParams& params) const noexcept {
-    return params.n_queries >= kPrefillQueries ? prefill : decode;
+    const std::int64_t rows = params.n_queries * (params.n_q_heads / params.keys.shape.n_heads);
+    return rows >= kPrefillRows ? prefill : decode;
   }
   std::size_t scratch_bytes(const PagedAttentionParams& params,
                             std::int64_t n_workers) const noexcept {
