@@ -89,7 +89,8 @@ struct PageLayout {
 };
 
 static_assert(PageLayout{Format::kInt4, {1, 16, 128}}.page_bytes() * 8 == 16 * 128 * 4.5);
-static_assert(PageLayout{Format::kFp16, {8, 16, 128}}.page_bytes() == 8 * 16 * 128 * 2);
+static_assert(PageLayout{Format::kFp16, {8, 16, 128}}.page_bytes() ==
+              std::int64_t{8} * 16 * 128 * 2);
 
 /// The codes of quad k, one a byte, from the words of a token: word(i) is its i-th.
 template <int bits, class Word>
