@@ -232,7 +232,7 @@ void PagedLayerArrays::settle() {
   if (!has_left_behind()) return;
   try {
     mlx::core::eval({token_});
-  } catch (const std::exception&) {
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
     // The stream, or the numbers, are another thread's.
   }
   forget_scheduled();
