@@ -238,7 +238,7 @@ TEST_P(PagedMethodTest, follows_the_oracle_over_random_shapes_mixes_and_masks) {
   const auto pick = [&](std::initializer_list<std::int64_t> from) {
     return from.begin()[random() % from.size()];
   };
-  for (int round = 0; round < 60; ++round) {
+  for (int round = 0; round < 30; ++round) {
     const std::int64_t head_dim = pick({16, 64, 80, 128});
     const auto codecs = method(head_dim);
     const std::int64_t group = codecs->keys->group();
