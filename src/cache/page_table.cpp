@@ -16,7 +16,7 @@ PageTable::PageTable(std::shared_ptr<PagedPool> pool, std::int64_t capacity)
   }
 }
 
-PageTable::~PageTable() = default;
+PageTable::~PageTable() { give_up_pins(); }
 
 std::shared_ptr<PageTable> PageTable::clone(std::int64_t first_entry, std::int64_t last_entry,
                                             std::int64_t capacity) const {
@@ -66,6 +66,7 @@ void PageTable::set_page(int stream, std::int64_t entry, storage::SlotRef page, 
 
 void PageTable::set_blocks(std::int64_t entry, const core::BlockHandle& key,
                            const core::BlockHandle& value) noexcept {
+  give_up_pins();
   const auto at = static_cast<std::size_t>(2 * (begin_ + entry));
   blocks_[at] = key;
   blocks_[at + 1] = value;
@@ -106,26 +107,36 @@ void PageTable::drop_front(std::int64_t n) noexcept {
 }
 
 void PageTable::add_reader() {
-  const std::int64_t end = begin_ + size();
   const std::lock_guard guard(pool_->readers_lock_);
-  const std::uint32_t readers = readers_.load(std::memory_order_relaxed);
-  const std::int64_t pinned = readers == 0 ? begin_ : n_pinned_;
-  if (pinned < end) pool_->blocks().pin(blocks(pinned - begin_, end - begin_));
-  n_pinned_ = end;
-  readers_.store(readers + 1, std::memory_order_relaxed);
+  if (const std::int64_t n = size(); n_pinned_ < n) {
+    pool_->blocks().pin(blocks(n_pinned_, n));
+    n_pinned_ = n;
+  }
+  keeps_pins_ = true;
+  readers_.store(readers_.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
 }
 
 void PageTable::remove_reader() noexcept {
   const std::lock_guard guard(pool_->readers_lock_);
   const std::uint32_t readers = readers_.load(std::memory_order_relaxed) - 1;
-  if (readers == 0) {
-    try {
-      pool_->blocks().unpin(blocks(0, n_pinned_ - begin_));
-    } catch (...) {  // NOLINT(bugprone-empty-catch)
-      // What was pinned here is not refused; a view's end must not throw.
-    }
-  }
+  if (readers == 0 && !keeps_pins_) unpin();
   readers_.store(readers, std::memory_order_release);
+}
+
+void PageTable::give_up_pins() noexcept {
+  const std::lock_guard guard(pool_->readers_lock_);
+  keeps_pins_ = false;
+  if (readers_.load(std::memory_order_relaxed) == 0) unpin();
+}
+
+void PageTable::unpin() noexcept {
+  if (n_pinned_ == 0) return;
+  try {
+    pool_->blocks().unpin(blocks(0, n_pinned_));
+  } catch (...) {  // NOLINT(bugprone-empty-catch)
+    // What was pinned here is not refused, and a view's end must not throw.
+  }
+  n_pinned_ = 0;
 }
 
 }  // namespace kvpool::cache

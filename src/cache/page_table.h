@@ -19,7 +19,9 @@ namespace kvpool::cache {
 ///
 /// One layer writes it, under its group's lock; views read it, from any thread. While a view lives
 /// the entries stay as they are and new ones come only behind them, within the capacity: whoever
-/// has to change more works on a clone. A table that has views pins the blocks that they show.
+/// has to change more works on a clone. A table that has views pins the blocks that they
+/// show, and keeps the pins for the views of the next step: until its entries change, or the blocks
+/// are freed behind the layer (see GroupRegistry).
 ///
 /// The table holds pages; the blocks' references are the layer's.
 class PageTable {
@@ -84,6 +86,8 @@ class PageTable {
   /// A view's part. Throws InvalidArgument where a block is the layer's no more.
   void add_reader();
   void remove_reader() noexcept;
+  /// No view will be made before the entries change: unpins the blocks when the last one is gone.
+  void give_up_pins() noexcept;
 
  private:
   std::shared_ptr<PagedPool> pool_;  // the slots' store: first
@@ -94,8 +98,11 @@ class PageTable {
   Side sides_[2];
   std::int64_t bytes_ = 0;
   std::atomic<std::uint32_t> readers_{0};
-  /// With the pool's readers_lock_: entries begin_ .. n_pinned_ - 1 are pinned.
+  // With the pool's readers_lock_:
+  void unpin() noexcept;
+  /// The first so many entries are pinned.
   std::int64_t n_pinned_ = 0;
+  bool keeps_pins_ = true;
 };
 
 }  // namespace kvpool::cache

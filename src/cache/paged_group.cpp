@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <mutex>
 
+#include "group_registry.h"
 #include "kvpool/base/error.h"
 #include "kvpool/cache/lease_errors.h"
 #include "kvpool/cache/paged_layer.h"
+#include "page_table.h"
 
 namespace kvpool::cache {
 
@@ -16,9 +18,13 @@ constexpr const char* kCall = "PagedKVCache::update_and_fetch";
 PagedGroup::PagedGroup(std::shared_ptr<PagedPool> pool, OwnerId owner)
     : pool_(std::move(pool)), owner_(owner) {
   if (pool_ == nullptr) throw InvalidArgument("[PagedGroup] pool must not be null");
+  pool_->groups_->add(this);
 }
 
-PagedGroup::~PagedGroup() { close_step(); }
+PagedGroup::~PagedGroup() {
+  pool_->groups_->remove(this);
+  close_step();
+}
 
 std::int64_t PagedGroup::n_layers() const {
   const std::lock_guard guard(lock_);
@@ -69,6 +75,16 @@ void PagedGroup::release() noexcept {
   for (PagedLayer* layer : layers_) layer->forget();
   close_step();
   trim_round_ = {};
+}
+
+void PagedGroup::give_up_pins_if_lost() noexcept {
+  if (!lock_.try_lock()) return;
+  const std::lock_guard guard(lock_, std::adopt_lock);
+  for (const PagedLayer* layer : layers_) {
+    if (layer->n_entries() == 0) continue;
+    if (!layer->is_lost()) return;  // its blocks are there, so are those of the others
+    layer->table_->give_up_pins();
+  }
 }
 
 bool PagedGroup::torn() const noexcept {

@@ -105,14 +105,19 @@ bool PagedLayer::is_trimmable() const {
   return !window_closed();
 }
 
+bool PagedLayer::is_lost() const {
+  const std::int64_t n = n_entries();
+  return n > 0 && !blocks().info(table_->blocks(n - 1, n)[0]);
+}
+
 void PagedLayer::lost() const {
+  table_->give_up_pins();
   throw LeaseLost("[PagedKVCache] the blocks of owner " + std::to_string(group_->owner_) +
                   " were freed behind the cache that holds them; release it to use it again");
 }
 
 void PagedLayer::verify() const {
-  const std::int64_t n = n_entries();
-  if (n > 0 && !blocks().info(table_->blocks(n - 1, n)[0])) lost();
+  if (is_lost()) lost();
 }
 
 std::shared_ptr<const PageView> PagedLayer::view() const {
@@ -409,6 +414,7 @@ void PagedLayer::drop_behind_window(std::int64_t position) noexcept {
   try {
     std::shared_ptr<PageTable> table = table_;
     if (table_->has_readers()) table = table_->clone(n, n_entries(), n_entries() + n);
+    table_->give_up_pins();
     blocks().free(table_->blocks(0, n));
     if (table == table_) {
       table_->drop_front(n);
@@ -435,6 +441,7 @@ void PagedLayer::cut(std::int64_t new_offset) {
     } else if (table_->has_readers()) {
       table = table_->clone(0, kept, kept + kept / 2 + 1);
     }
+    table_->give_up_pins();
     blocks().free(table_->blocks(kept, entries));
     if (table == table_) {
       table_->cut(kept);
@@ -510,6 +517,7 @@ void PagedLayer::reset() noexcept {
 
 void PagedLayer::forget() noexcept {
   if (table_ != nullptr) {
+    table_->give_up_pins();
     try {
       blocks().free(table_->blocks(0, n_entries()));
     } catch (...) {  // NOLINT(bugprone-empty-catch)

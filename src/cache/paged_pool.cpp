@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "group_registry.h"
 #include "kvpool/base/error.h"
 
 namespace kvpool::cache {
@@ -18,6 +19,13 @@ std::shared_ptr<core::BlockPoolAllocator> checked(
 
 PagedPool::PagedPool(std::shared_ptr<core::BlockPoolAllocator> blocks,
                      storage::PageStoreOptions store, std::shared_ptr<kernels::WorkerPool> workers)
-    : blocks_(checked(std::move(blocks))), store_(std::move(store)), workers_(std::move(workers)) {}
+    : blocks_(checked(std::move(blocks))),
+      store_(std::move(store)),
+      workers_(std::move(workers)),
+      groups_(std::make_shared<GroupRegistry>()) {
+  blocks_->add_observer(std::weak_ptr<core::PinObserver>(groups_));
+}
+
+PagedPool::~PagedPool() = default;
 
 }  // namespace kvpool::cache

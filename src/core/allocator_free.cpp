@@ -69,6 +69,7 @@ void BlockPoolAllocator::State::drop(Reference reference, Notice& notice) noexce
   count_fill(owner, record.n_used, -1);
   if (is_pinned(index)) {
     // In use as before; only the owner is gone.
+    notice.add_detained(owner.id, pin_observers);
     stats.fragmented_count += is_fragmented(record.n_used);
     stats.unused_slot_count += block_size - record.n_used;
     return;

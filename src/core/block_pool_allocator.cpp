@@ -32,14 +32,32 @@ std::string BlockPoolAllocator::format_name(FormatTag tag) const {
   return state_->formats.name(tag);
 }
 
+namespace {
+
+/// `list` with one more entry, without those that are gone.
+template <typename List>
+std::shared_ptr<const List> extended(const std::shared_ptr<const List>& list,
+                                     typename List::value_type observer) {
+  auto longer = std::make_shared<List>();
+  if (list) *longer = *list;
+  std::erase_if(*longer, [](const auto& known) { return known.expired(); });
+  longer->push_back(std::move(observer));
+  return longer;
+}
+
+}  // namespace
+
 void BlockPoolAllocator::add_observer(std::weak_ptr<PoolObserver> observer) {
   std::shared_ptr<const ObserverList> replaced;  // destroyed after the lock is released
   std::lock_guard guard(state_->lock);
-  auto list = std::make_shared<ObserverList>();
-  if (state_->observers) *list = *state_->observers;
-  std::erase_if(*list, [](const auto& known) { return known.expired(); });
-  list->push_back(std::move(observer));
-  replaced = std::exchange(state_->observers, std::move(list));
+  replaced = std::exchange(state_->observers, extended(state_->observers, std::move(observer)));
+}
+
+void BlockPoolAllocator::add_observer(std::weak_ptr<PinObserver> observer) {
+  std::shared_ptr<const PinObserverList> replaced;
+  std::lock_guard guard(state_->lock);
+  replaced =
+      std::exchange(state_->pin_observers, extended(state_->pin_observers, std::move(observer)));
 }
 
 std::int64_t BlockPoolAllocator::n_free(Stream stream) const {

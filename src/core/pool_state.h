@@ -300,8 +300,9 @@ struct BlockPoolAllocator::State {
   BlockTable blocks;
   OwnerTable owners;
   ReferenceSlab extras;
-  std::vector<std::uint32_t> pins;  // by record; as long as the last pin wanted it
+  std::vector<std::uint32_t> pins;                // by record; as long as the last pin wanted it
   std::shared_ptr<const ObserverList> observers;  // null where there are none
+  std::shared_ptr<const PinObserverList> pin_observers;
   OwnerId next_minted_owner = kFirstMintedOwner;
   FormatNames formats;
   HistoryRing<kHistorySize> history;

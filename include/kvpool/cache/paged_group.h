@@ -70,6 +70,7 @@ class PagedGroup : public std::enable_shared_from_this<PagedGroup> {
   void check_invariants() const;
 
  private:
+  friend class GroupRegistry;
   friend class PagedLayer;
 
   /// Trims by one amount, one a layer: all drop what the shortest layer can.
@@ -92,6 +93,10 @@ class PagedGroup : public std::enable_shared_from_this<PagedGroup> {
 
     void add_slots(std::int64_t page_bytes, std::int64_t n);
   };
+
+  /// Takes back the pins that tables keep for views to come where the owner's blocks were freed.
+  /// Does nothing where the lock is held: whoever holds it finds the loss.
+  void give_up_pins_if_lost() noexcept;
 
   // All below: with lock_ held.
   bool torn() const noexcept;
@@ -119,7 +124,7 @@ class PagedGroup : public std::enable_shared_from_this<PagedGroup> {
   std::vector<Purse> purse_;
   TrimRound trim_round_;
   // Last: from here on fork(2) may take the lock.
-  ForkGuard fork_guard_{lock_, 2};
+  ForkGuard fork_guard_{lock_, 3};
 };
 
 }  // namespace kvpool::cache

@@ -112,6 +112,7 @@ class PagedLayer {
   std::int64_t page_bytes() const noexcept;
   std::int64_t new_entries(std::int64_t n_tokens) const noexcept;
   bool window_closed() const noexcept { return spec_.window > 0 && offset_ >= spec_.window; }
+  bool is_lost() const;
   [[noreturn]] void lost() const;
   void verify() const;
   Tail inspect_tail(bool known_shared = false) const;

@@ -11,6 +11,8 @@
 
 namespace kvpool::cache {
 
+class GroupRegistry;
+
 /// What paged caches share: the blocks that they are charged, the memory of the pages, the threads
 /// that attend. One for each allocator, so that the byte budget is one too. Thread-safe.
 class PagedPool {
@@ -20,6 +22,9 @@ class PagedPool {
   explicit PagedPool(std::shared_ptr<core::BlockPoolAllocator> blocks,
                      storage::PageStoreOptions store = {},
                      std::shared_ptr<kernels::WorkerPool> workers = nullptr);
+  ~PagedPool();
+  PagedPool(const PagedPool&) = delete;
+  PagedPool& operator=(const PagedPool&) = delete;
 
   core::BlockPoolAllocator& blocks() const noexcept { return *blocks_; }
   const std::shared_ptr<core::BlockPoolAllocator>& allocator() const noexcept { return blocks_; }
@@ -29,11 +34,13 @@ class PagedPool {
   std::int64_t block_size() const noexcept { return blocks_->config().block_size; }
 
  private:
+  friend class PagedGroup;
   friend class PageTable;
 
   std::shared_ptr<core::BlockPoolAllocator> blocks_;
   storage::PageStore store_;
   std::shared_ptr<kernels::WorkerPool> workers_;
+  std::shared_ptr<GroupRegistry> groups_;
   /// Guards who reads which table; inside a group's lock, outside the allocator's.
   AdaptiveLock readers_lock_;
   ForkGuard readers_guard_{readers_lock_, 1};

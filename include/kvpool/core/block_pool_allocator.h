@@ -102,8 +102,8 @@ class BlockPoolAllocator {
   /// Gives `new_owner`, which must hold no blocks, a reference to each block of `owner`, in the
   /// owner's order. No block leaves the free list.
   std::vector<BlockHandle> fork(OwnerId owner, OwnerId new_owner);
-  /// Gives `owner`, which may hold blocks and may be the one that holds these, one more reference to
-  /// each of `blocks`, after those it has; their handles go to `out`, which is as long. No block
+  /// Gives `owner`, which may hold blocks and may be the one that holds these, one more reference
+  /// to each of `blocks`, after those it has; their handles go to `out`, which is as long. No block
   /// leaves the free list. Throws for a stale or foreign handle.
   void share(std::span<const BlockHandle> blocks, OwnerId owner, std::span<BlockHandle> out);
   /// Makes `block` the caller's alone: itself where it has one reference, otherwise a fresh block
@@ -116,13 +116,13 @@ class BlockPoolAllocator {
 
   // --- readers -----------------------------------------------------------------------------------
 
-  /// Keeps each block in use for a reader, whatever becomes of its owners' references, which this is
-  /// none of: the block stays writable and markable. Pins are counted. Throws for a stale or foreign
-  /// handle anywhere in the list; then nothing is pinned.
+  /// Keeps each block in use for a reader, whatever becomes of its owners' references, which this
+  /// is none of: the block stays writable and markable. Pins are counted. Throws for a stale or
+  /// foreign handle anywhere in the list; then nothing is pinned.
   void pin(std::span<const BlockHandle> blocks);
   /// Takes one pin of each block back, by handles that were pinned (stale by now or not). A block
-  /// whose last reference is gone goes to its free list with its last pin, and counts as freed then.
-  /// Throws for a block that is not pinned; then nothing is unpinned.
+  /// whose last reference is gone goes to its free list with its last pin, and counts as freed
+  /// then. Throws for a block that is not pinned; then nothing is unpinned.
   void unpin(std::span<const BlockHandle> blocks);
 
   // --- fill and format ---------------------------------------------------------------------------
@@ -172,6 +172,7 @@ class BlockPoolAllocator {
 
   /// Adds an observer for as long as it lives.
   void add_observer(std::weak_ptr<PoolObserver> observer);
+  void add_observer(std::weak_ptr<PinObserver> observer);
 
   /// Throws Error naming the first book that does not add up. For tests and fuzzers: O(blocks).
   void check_invariants() const;

@@ -27,4 +27,13 @@ class PoolObserver {
   virtual void blocks_retired(std::span<const Event> events) noexcept = 0;
 };
 
+/// Told when an owner lost blocks that are pinned, so that whoever keeps pins for readers to come
+/// can take them back. Called like a PoolObserver.
+class PinObserver {
+ public:
+  virtual ~PinObserver() = default;
+
+  virtual void blocks_detained(OwnerId owner) noexcept = 0;
+};
+
 }  // namespace kvpool::core

@@ -192,6 +192,49 @@ TEST(PagedFieldCases, field_D10_freeing_behind_a_lazy_reader_is_deferred) {
   check_all(*pool);
 }
 
+TEST(PagedFieldCases, blocks_freed_behind_a_cache_that_nobody_reads_are_free_at_once) {
+  const auto pool = make_pool(16, 4);
+  Cache a = make_cache(pool, 1);
+  Cache other = make_cache(pool, 1);
+  Cache third = make_cache(pool, 3);
+  for (Cache* cache : {&a, &other, &third}) cache->append(5, 0);
+  (void)a.layer->view();
+  (void)third.layer->view();
+  auto view = other.layer->view();
+  EXPECT_EQ(pool->blocks().free_all(1), 8);
+  EXPECT_EQ(pool->blocks().n_free(Stream::kShared), 8);
+  view.reset();
+  EXPECT_EQ(pool->blocks().n_free(Stream::kShared), 12);
+  EXPECT_THROW(a.layer->view(), LeaseLost);
+  EXPECT_THROW(other.layer->append(1), LeaseLost);
+  EXPECT_EQ(third.error(), 0);
+  check_all(*pool);
+}
+
+TEST(PagedFieldCases, blocks_that_a_cache_gives_back_itself_are_free_at_once) {
+  const auto pool = make_pool(16, 4);
+  PagedLayerSpec spec = small_spec();
+  spec.window = 6;
+  Cache a = make_cache(pool, 1);
+  Cache windowed = make_cache(pool, 2, spec);
+  a.append(14, 0);
+  for (int token = 0; token < 20; ++token) {
+    windowed.append(1, token);
+    (void)windowed.layer->view();
+  }
+  EXPECT_EQ(windowed.layer->n_blocks(), 4);
+  EXPECT_EQ(pool->blocks().n_free(Stream::kShared), 4);
+  (void)a.layer->view();
+  a.layer->trim(7);
+  EXPECT_EQ(pool->blocks().n_free(Stream::kShared), 8);
+  (void)a.layer->view();
+  a.layer->reset();
+  EXPECT_EQ(pool->blocks().n_free(Stream::kShared), 12);
+  windowed.layer->release();
+  EXPECT_EQ(pool->blocks().n_free(Stream::kShared), 16);
+  check_all(*pool);
+}
+
 TEST(PagedFieldCases, a_trim_under_a_reader_rewrites_elsewhere) {
   const auto pool = make_pool(16, 4);
   Cache a = make_cache(pool, 1);
