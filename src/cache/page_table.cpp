@@ -18,6 +18,11 @@ PageTable::PageTable(std::shared_ptr<PagedPool> pool, std::int64_t capacity)
 
 PageTable::~PageTable() { give_up_pins(); }
 
+std::uint64_t PageTable::next_revision() noexcept {
+  static std::atomic<std::uint64_t> next{1};
+  return next.fetch_add(1, std::memory_order_relaxed);
+}
+
 std::shared_ptr<PageTable> PageTable::clone(std::int64_t first_entry, std::int64_t last_entry,
                                             std::int64_t capacity) const {
   auto copy = std::make_shared<PageTable>(pool_, capacity);
@@ -62,6 +67,7 @@ void PageTable::set_page(int stream, std::int64_t entry, storage::SlotRef page, 
   side.pages[at] = {page.data(), format};
   side.slots[at] = std::move(page);
   side.levels[at] = static_cast<std::uint8_t>(level);
+  revision_ = next_revision();
 }
 
 void PageTable::set_blocks(std::int64_t entry, const core::BlockHandle& key,
@@ -83,6 +89,7 @@ void PageTable::cut(std::int64_t n) noexcept {
     side.levels.resize(kept);
   }
   blocks_.resize(2 * kept);
+  revision_ = next_revision();
 }
 
 void PageTable::drop_front(std::int64_t n) noexcept {
@@ -94,6 +101,7 @@ void PageTable::drop_front(std::int64_t n) noexcept {
     }
   }
   begin_ += n;
+  revision_ = next_revision();
   // Moving the rest costs no more than what was dropped since.
   if (begin_ < size()) return;
   const auto dead = static_cast<std::ptrdiff_t>(begin_);

@@ -64,6 +64,10 @@ class PageTable {
   /// Bytes of the pages, by size class.
   std::int64_t bytes() const noexcept { return bytes_; }
 
+  /// Changes when an entry that was there does, and is no other table's: the entries that two looks
+  /// at the same revision show are the same, as far as both go.
+  std::uint64_t revision() const noexcept { return revision_; }
+
   /// False only if no view will read it again before the layer makes another.
   bool has_readers() const noexcept { return readers_.load(std::memory_order_acquire) != 0; }
 
@@ -90,6 +94,8 @@ class PageTable {
   void give_up_pins() noexcept;
 
  private:
+  static std::uint64_t next_revision() noexcept;
+
   std::shared_ptr<PagedPool> pool_;  // the slots' store: first
   std::int64_t capacity_;
   /// Entries dropped from the front and not moved out yet.
@@ -97,6 +103,7 @@ class PageTable {
   std::vector<core::BlockHandle> blocks_;
   Side sides_[2];
   std::int64_t bytes_ = 0;
+  std::uint64_t revision_ = next_revision();
   std::atomic<std::uint32_t> readers_{0};
   // With the pool's readers_lock_:
   void unpin() noexcept;

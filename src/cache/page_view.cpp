@@ -15,7 +15,8 @@ PageView::PageView(std::shared_ptr<PageTable> table, const Stream& keys, const S
       keys_(keys),
       values_(values),
       first_position_(first_position),
-      offset_(offset) {}
+      offset_(offset),
+      revision_(table_ == nullptr ? 0 : table_->revision()) {}
 
 PageView::~PageView() {
   if (table_ != nullptr) table_->remove_reader();

@@ -40,6 +40,8 @@ class PageView {
   std::int64_t first_position() const noexcept { return first_position_; }
   /// Position after the last token.
   std::int64_t offset() const noexcept { return offset_; }
+  /// Pages of views with the same revision are the same, as far as both go.
+  std::uint64_t revision() const noexcept { return revision_; }
   /// Tokens of the last page, 1..block_size; 0 for a view of nothing.
   std::int64_t last_page_len() const noexcept;
 
@@ -64,6 +66,7 @@ class PageView {
   Stream values_;
   std::int64_t first_position_;
   std::int64_t offset_;
+  std::uint64_t revision_;
 };
 
 }  // namespace kvpool::cache
