@@ -7,20 +7,22 @@
 
 #include "dense_rows.h"
 #include "kvpool/base/error.h"
-#include "no_gpu.h"
 
 namespace kvpool::mlx_ext {
 
 using mlx::core::array;
 
+void Append::claim() {
+  if (schedule()) return;
+  throw Error(
+      "[AppendPages::eval] the cache went on without these tokens: they were appended in another "
+      "thread, which did not evaluate them");
+}
+
 void AppendPages::eval_cpu(const std::vector<array>& inputs, array& token) {
   // Throws where the stream is another thread's: before the append is claimed.
   auto& encoder = mlx::core::cpu::get_command_encoder(stream());
-  if (!append_->schedule()) {
-    throw Error(
-        "[AppendPages::eval] the cache went on without these tokens: they were appended in another "
-        "thread, which did not evaluate them");
-  }
+  append_->claim();
   token.copy_shared_buffer(inputs[0]);
   encoder.dispatch([plan = append_->plan(), keys = DenseRows(inputs[1]),
                     values = DenseRows(inputs[2])]() mutable {
@@ -31,14 +33,10 @@ void AppendPages::eval_cpu(const std::vector<array>& inputs, array& token) {
   });
 }
 
-void AppendPages::eval_gpu(const std::vector<array>&, array&) { throw_no_gpu(name()); }
-
 void SkipAppend::eval_cpu(const std::vector<array>& inputs, array& token) {
   auto& encoder = mlx::core::cpu::get_command_encoder(stream());
   token.copy_shared_buffer(inputs[0]);
   encoder.dispatch([plan = plan_] { plan->run_without_rows(); });
 }
-
-void SkipAppend::eval_gpu(const std::vector<array>&, array&) { throw_no_gpu(name()); }
 
 }  // namespace kvpool::mlx_ext

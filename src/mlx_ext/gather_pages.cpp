@@ -9,9 +9,8 @@
 
 #include "kvpool/formats/rows.h"
 #include "kvpool/kernels/page_append.h"
+#include "kvpool/mlx_ext/backend.h"
 #include "kvpool/mlx_ext/dtypes.h"
-#include "kvpool/mlx_ext/graph.h"
-#include "no_gpu.h"
 
 namespace kvpool::mlx_ext {
 
@@ -97,8 +96,6 @@ void GatherPages::eval_cpu(const std::vector<array>&, array& rows) {
   });
 }
 
-void GatherPages::eval_gpu(const std::vector<array>&, array&) { throw_no_gpu(name()); }
-
 array gather_pages(const std::shared_ptr<const VisibleBatch>& batch, Which which,
                    const std::vector<array>& tokens, mlx::core::Dtype dtype) {
   std::int64_t n_rows = 0;
@@ -106,7 +103,9 @@ array gather_pages(const std::shared_ptr<const VisibleBatch>& batch, Which which
   const formats::PageShape& shape = stream_of(*batch->front().view, which).layout->shape();
   return array({static_cast<int>(batch->size()), static_cast<int>(shape.n_heads),
                 static_cast<int>(n_rows), static_cast<int>(shape.head_dim)},
-               dtype, std::make_shared<GatherPages>(page_stream(), batch, which), tokens);
+               dtype,
+               std::make_shared<GatherPages>(page_stream(*batch->front().pool), batch, which),
+               tokens);
 }
 
 const GatherPages* gathered_from(const array& rows) noexcept {

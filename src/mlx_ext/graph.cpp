@@ -1,7 +1,6 @@
 #include "kvpool/mlx_ext/graph.h"
 
 #include <mlx/array.h>
-#include <mlx/device.h>
 
 #include <atomic>
 #include <cstdint>
@@ -28,9 +27,5 @@ std::uint64_t thread_number() noexcept {
   thread_local const std::uint64_t number = next.fetch_add(1, std::memory_order_relaxed);
   return number;
 }
-
-mlx::core::Stream page_stream() { return mlx::core::default_stream(mlx::core::Device::cpu); }
-
-bool default_device_has_kernels() { return mlx::core::default_device() == mlx::core::Device::cpu; }
 
 }  // namespace kvpool::mlx_ext

@@ -7,9 +7,9 @@
 #include <utility>
 
 #include "attention_work.h"
+#include "gpu.h"
+#include "kvpool/mlx_ext/backend.h"
 #include "kvpool/mlx_ext/dtypes.h"
-#include "kvpool/mlx_ext/graph.h"
-#include "no_gpu.h"
 
 namespace kvpool::mlx_ext {
 
@@ -33,10 +33,14 @@ bool any_hidden(const VisibleBatch& batch) {
 
 /// Why the kernels do not answer; empty where they do.
 std::string_view why_not(const array& queries, const array& keys, const array& values,
-                         const GatherPages& from, std::string_view mask,
+                         const GatherPages& from, Which value_stream, std::string_view mask,
                          const std::optional<array>& mask_array,
                          const std::optional<array>& sinks) {
-  if (!default_device_has_kernels()) return "no kernel for this device";
+  const Backend backend = backend_of(*from.batch()->front().pool);
+  if (backend == Backend::kGather) return "no kernels that read pages on this device";
+  if (page_stream(*from.batch()->front().pool).device != mlx::core::default_device()) {
+    return "pages of another device than MLX's default";
+  }
   if (queries.is_tracer()) return "inside a transformation";
   if (queries.ndim() != 4 || queries.shape(0) != keys.shape(0) ||
       queries.shape(3) != keys.shape(3) || keys.shape(1) != values.shape(1) ||
@@ -66,6 +70,12 @@ std::string_view why_not(const array& queries, const array& keys, const array& v
   }
   if (!format_of(mlx::core::result_type({queries, keys, values})))
     return "numbers of another dtype";
+  if (backend == Backend::kCuda) {
+    const cache::PageView& view = *from.batch()->front().view;
+    return gpu::why_not(*stream_of(view, from.which()).layout,
+                        *stream_of(view, value_stream).layout, queries.shape(2),
+                        mask_array.has_value());
+  }
   return {};
 }
 
@@ -78,8 +88,6 @@ void PagedAttention::eval_cpu(const std::vector<array>& inputs, array& output) {
       [work = AttentionWork(batch_, options_, inputs, output)]() mutable { work.run(); });
 }
 
-void PagedAttention::eval_gpu(const std::vector<array>&, array&) { throw_no_gpu(name()); }
-
 Attended attend(const array& queries, const array& keys, const array& values, float scale,
                 std::string_view mask, const std::optional<array>& mask_array,
                 const std::optional<array>& sinks) {
@@ -89,7 +97,8 @@ Attended attend(const array& queries, const array& keys, const array& values, fl
   if (from == nullptr || values_from == nullptr || from->batch() != values_from->batch()) {
     return NotCovered{"keys and values from different places"};
   }
-  const std::string_view reason = why_not(queries, keys, values, *from, mask, mask_array, sinks);
+  const std::string_view reason =
+      why_not(queries, keys, values, *from, values_from->which(), mask, mask_array, sinks);
   if (!reason.empty()) return NotCovered{reason};
 
   PagedAttention::Options options;
@@ -99,7 +108,7 @@ Attended attend(const array& queries, const array& keys, const array& values, fl
   options.causal = mask == "causal" && queries.shape(2) > 1;
   options.has_mask = mask_array.has_value();
   options.has_sinks = sinks.has_value();
-  const mlx::core::Stream stream = page_stream();
+  const mlx::core::Stream stream = page_stream(*from->batch()->front().pool);
   const mlx::core::Dtype dtype = mlx::core::result_type({queries, keys, values});
   std::vector<array> inputs = keys.inputs();  // the order tokens
   inputs.push_back(mlx::core::astype(queries, dtype, stream));

@@ -8,7 +8,9 @@
 #include <sstream>
 #include <string>
 
+#include "gpu.h"
 #include "kvpool/base/error.h"
+#include "kvpool/mlx_ext/backend.h"
 #include "kvpool/mlx_ext/dtypes.h"
 #include "kvpool/mlx_ext/graph.h"
 
@@ -29,12 +31,22 @@ std::string text_of(const mlx::core::Shape& shape) {
 }
 
 /// Rows [1, heads, n + tokens, dim] whose first n are zeros.
-array after_zeros(const array& rows, std::int64_t n) {
+array after_zeros(const array& rows, std::int64_t n, mlx::core::Stream stream) {
   if (n == 0) return rows;
-  const mlx::core::Stream stream = page_stream();
   const array zeros = mlx::core::zeros({1, rows.shape(1), static_cast<int>(n), rows.shape(3)},
                                        rows.dtype(), stream);
   return mlx::core::concatenate({zeros, rows}, 2, stream);
+}
+
+/// Of a layer whose pages lie on a GPU; else null.
+std::shared_ptr<cuda::PageTables> tables_for(const cache::PagedLayer& layer) {
+  if (backend_of(*layer.group()->pool()) != Backend::kCuda) return nullptr;
+  if (layer.key_layout()->has_codec() || layer.value_layout()->has_codec()) {
+    throw InvalidArgument(
+        "[PagedLayer] pages that a method encodes have no kernels on a GPU: make the pool's caches "
+        "with backend=\"cpu\"");
+  }
+  return gpu::make_tables();
 }
 
 }  // namespace
@@ -49,6 +61,7 @@ PagedLayerArrays::Use::Use(PagedLayerArrays& layer, std::string_view call) : lay
 PagedLayerArrays::PagedLayerArrays(const std::shared_ptr<cache::PagedGroup>& group,
                                    const cache::PagedLayerSpec& spec)
     : layer_(group->add_layer(spec)),
+      tables_(tables_for(*layer_)),
       token_(false),
       key_dtype_(dtype_of(spec.keys.recent)),
       value_dtype_(dtype_of(spec.values.recent)) {}
@@ -56,6 +69,7 @@ PagedLayerArrays::PagedLayerArrays(const std::shared_ptr<cache::PagedGroup>& gro
 PagedLayerArrays::PagedLayerArrays(std::unique_ptr<cache::PagedLayer> layer,
                                    const PagedLayerArrays& from)
     : layer_(std::move(layer)),
+      tables_(tables_for(*layer_)),
       token_(from.token_),
       pending_(from.pending_),
       thread_(from.thread_),
@@ -86,7 +100,7 @@ void PagedLayerArrays::check_rows(std::string_view call, const char* name, const
 void PagedLayerArrays::add_append(const std::shared_ptr<const cache::AppendPlan>& plan,
                                   const array& keys, const array& values) {
   auto append = std::make_shared<Append>(plan);
-  array token({}, mlx::core::bool_, std::make_shared<AppendPages>(page_stream(), append),
+  array token({}, mlx::core::bool_, std::make_shared<AppendPages>(stream(), append),
               {token_, keys, values});
   pending_.push_back({std::move(append), token_, layer_->offset() - plan->n_tokens()});
   token_ = std::move(token);
@@ -139,7 +153,8 @@ void PagedLayerArrays::load(const array& keys, const array& values, std::int64_t
   try {
     const auto plan = layer_->adopt(oldest - n_before, n_before + n_tokens);
     start_anew();
-    add_append(plan, after_zeros(keys, n_before), after_zeros(values, n_before));
+    add_append(plan, after_zeros(keys, n_before, stream()),
+               after_zeros(values, n_before, stream()));
   } catch (const InvalidArgument&) {
     throw;
   } catch (...) {
@@ -201,7 +216,7 @@ array PagedLayerArrays::order_token() {
 }
 
 VisibleRows PagedLayerArrays::visible_rows() const {
-  return {layer_->group()->pool(), layer_->view(), count_rows()};
+  return {layer_->group()->pool(), layer_->view(), count_rows(), tables_};
 }
 
 std::pair<VisibleRows, array> PagedLayerArrays::visible(std::string_view call) {
@@ -255,7 +270,7 @@ void PagedLayerArrays::withdraw_pending() {
     start = std::min(start, pending.start);
     if (pending.append->plan()->moves_pages()) {
       token = array({}, mlx::core::bool_,
-                    std::make_shared<SkipAppend>(page_stream(), pending.append->plan()), {token});
+                    std::make_shared<SkipAppend>(stream(), pending.append->plan()), {token});
     }
   }
   pending_.clear();

@@ -25,6 +25,8 @@ class Append {
   bool is_scheduled() const noexcept { return state_.load() == State::kScheduled; }
   /// False where the append went the other way before.
   bool schedule() noexcept { return leave(State::kScheduled); }
+  /// The same for an evaluation: throws Error where it went the other way.
+  void claim();
   bool withdraw() noexcept { return leave(State::kWithdrawn); }
 
  private:

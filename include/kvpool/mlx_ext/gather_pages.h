@@ -11,12 +11,17 @@
 
 namespace kvpool::mlx_ext {
 
+namespace cuda {
+class PageTables;
+}
+
 /// One sequence as a reader sees it: the newest `n_rows` tokens of the view. A window leaves older
 /// ones in the first pages that no query is to see.
 struct VisibleRows {
   std::shared_ptr<cache::PagedPool> pool;  // its threads attend
   std::shared_ptr<const cache::PageView> view;
   std::int64_t n_rows = 0;
+  std::shared_ptr<cuda::PageTables> tables;  // of a layer whose pages lie on a GPU
 
   /// Tokens of the view that stay out of sight.
   std::int64_t hidden() const noexcept { return view->length() - n_rows; }

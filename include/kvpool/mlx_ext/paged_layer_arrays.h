@@ -12,6 +12,7 @@
 
 #include "kvpool/cache/paged_layer.h"
 #include "kvpool/mlx_ext/append_pages.h"
+#include "kvpool/mlx_ext/backend.h"
 #include "kvpool/mlx_ext/gather_pages.h"
 
 namespace kvpool::mlx_ext {
@@ -106,6 +107,7 @@ class PagedLayerArrays {
                   const array& values);
   void start_anew();
   VisibleRows visible_rows() const;
+  mlx::core::Stream stream() const { return page_stream(*layer_->group()->pool()); }
   std::int64_t count_rows() const;
   std::pair<array, array> gathered() const;
   void settle();
@@ -113,6 +115,7 @@ class PagedLayerArrays {
   void withdraw_pending();
 
   std::unique_ptr<cache::PagedLayer> layer_;
+  std::shared_ptr<cuda::PageTables> tables_;
   array token_;
   std::vector<Pending> pending_;
   std::uint64_t thread_ = 0;  // that built the pending appends

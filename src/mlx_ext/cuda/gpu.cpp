@@ -1,0 +1,115 @@
+#include "../gpu.h"
+
+#include <mlx/backend/cuda/cuda.h>
+
+#include <exception>
+
+#include "attention.h"
+#include "driver.h"
+#include "kvpool/mlx_ext/dtypes.h"
+#include "memory.h"
+#include "move_tokens.h"
+#include "page_tables.h"
+
+namespace kvpool::mlx_ext::gpu {
+
+using mlx::core::array;
+
+namespace {
+
+/// Empty where everything is there.
+std::string find_fault() {
+  if (!mlx::core::cu::is_available()) return "MLX has no CUDA device";
+  if (&mlx::core::cu::get_command_encoder == nullptr) return "MLX does not export its encoder";
+  try {
+    cuda::Driver::get();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return {};
+}
+
+const std::string& fault() {
+  static const std::string text = find_fault();
+  return text;
+}
+
+}  // namespace
+
+bool is_available() noexcept {
+  try {
+    return fault().empty();
+  } catch (...) {
+    return false;
+  }
+}
+
+std::string description() {
+  return fault().empty() ? "CUDA on " + cuda::Driver::get().device_name() : fault();
+}
+
+std::shared_ptr<storage::SlabMemory> slab_memory() { return std::make_shared<cuda::DeviceSlabs>(); }
+
+bool is_gpu_memory(const storage::SlabMemory* memory) noexcept {
+  return dynamic_cast<const cuda::DeviceSlabs*>(memory) != nullptr;
+}
+
+std::shared_ptr<cuda::PageTables> make_tables() { return std::make_shared<cuda::PageTables>(); }
+
+std::string_view why_not(const cache::StreamLayout& keys, const cache::StreamLayout& values,
+                         std::int64_t n_queries, bool has_mask) {
+  return cuda::why_not(keys, values, n_queries, has_mask);
+}
+
+void require(mlx::core::Stream stream) { mlx::core::cu::get_command_encoder(stream); }
+
+void append(mlx::core::Stream stream, const std::shared_ptr<const cache::AppendPlan>& plan,
+            const array* keys, const array* values, const array& token) {
+  auto& encoder = mlx::core::cu::get_command_encoder(stream);
+  cuda::add_append(*plan, keys, values, token, encoder);
+  encoder.add_completed_handler([plan] {});
+}
+
+void gather(mlx::core::Stream stream, const std::shared_ptr<const VisibleBatch>& batch, Which which,
+            const std::vector<array>& tokens, array& rows) {
+  auto& encoder = mlx::core::cu::get_command_encoder(stream);
+  rows.set_data(cuda::output_memory(rows.nbytes()));
+  const auto tables = cuda::follow_tables(*batch, tokens, encoder);
+  const formats::PageShape& shape = stream_of(*batch->front().view, which).layout->shape();
+  cuda::GatherParameters p;
+  p.kind.to_format = static_cast<std::int32_t>(*format_of(rows.dtype()));
+  p.kind.from_page = 1;
+  p.kind.head_stride = static_cast<std::uint64_t>(rows.strides(1));
+  p.kind.token_stride = static_cast<std::uint64_t>(rows.strides(2));
+  p.kind.dim_stride = 1;
+  p.kind.n_heads = static_cast<std::int32_t>(shape.n_heads);
+  p.kind.head_dim = static_cast<std::int32_t>(shape.head_dim);
+  p.block_size = static_cast<std::int32_t>(shape.block_size);
+  p.n_rows = rows.shape(2);
+  const std::int64_t groups = (shape.head_dim + formats::kPageGroup - 1) / formats::kPageGroup;
+  for (std::size_t i = 0; i < batch->size(); ++i) {
+    const VisibleRows& sequence = (*batch)[i];
+    p.pages = which == Which::kKeys ? tables[i].keys : tables[i].values;
+    p.to = cuda::address(rows) + i * static_cast<std::uint64_t>(rows.strides(0)) * rows.itemsize();
+    p.first_token = static_cast<std::int32_t>(sequence.hidden());
+    p.n_padding = static_cast<std::int32_t>(rows.shape(2) - sequence.n_rows);
+    encoder.set_output_array(tokens[i]);
+    encoder.set_output_array(rows);
+    void* parameters[] = {&p};
+    encoder.add_kernel_node_raw(cuda::move_kernel("gather_pages"),
+                                {cuda::move_blocks(p.n_rows * shape.n_heads * groups), 1, 1},
+                                {256, 1, 1}, {}, 0, parameters);
+  }
+  encoder.add_completed_handler([batch, tables] {});
+}
+
+void attend(mlx::core::Stream stream, const std::shared_ptr<const VisibleBatch>& batch,
+            const PagedAttention::Options& options, const std::vector<array>& inputs,
+            array& output) {
+  auto& encoder = mlx::core::cu::get_command_encoder(stream);
+  output.set_data(cuda::output_memory(output.nbytes()));
+  cuda::add_attention(*batch, options, inputs, output, encoder);
+  encoder.add_completed_handler([batch] {});
+}
+
+}  // namespace kvpool::mlx_ext::gpu

@@ -1,0 +1,53 @@
+#include "kernels.h"
+
+#include <map>
+#include <mutex>
+
+#include "driver.h"
+#include "kvpool/base/error.h"
+
+namespace kvpool::mlx_ext::cuda {
+namespace {
+
+constexpr std::string_view kHeaders[] = {"attention_parameters.cuh", "attention_products.cuh",
+                                         "attention_splits.cuh",     "attention_tiles.cuh",
+                                         "page_format.cuh",          "ptx.cuh"};
+
+struct Compiled {
+  std::mutex lock;
+  std::map<std::string, CUmod_st*> modules;
+  std::map<std::string, CUfunc_st*> functions;
+};
+
+/// Machine code is the process's: it is kept, and never unloaded.
+Compiled& compiled() {
+  static Compiled* const all = new Compiled;
+  return *all;
+}
+
+}  // namespace
+
+CUfunc_st* kernel(std::string_view file, const char* name, const std::vector<std::string>& macros,
+                  int shared_bytes) {
+  std::string key(file);
+  for (const std::string& macro : macros) key += " " + macro;
+  Compiled& all = compiled();
+  const std::lock_guard lock(all.lock);
+  CUfunc_st*& function = all.functions[key + " " + name];
+  if (function != nullptr) return function;
+  const Driver& driver = Driver::get();
+  CUmod_st*& module = all.modules[key];
+  if (module == nullptr) {
+    std::vector<Driver::Source> sources;
+    sources.push_back({file, kernel_source(file)});
+    for (const std::string_view header : kHeaders) {
+      sources.push_back({header, kernel_source(header)});
+    }
+    module = driver.load(driver.compile(sources, macros));
+  }
+  CUfunc_st* const found = driver.function(module, name);
+  if (shared_bytes > 0) driver.allow_shared_bytes(found, shared_bytes);
+  return function = found;
+}
+
+}  // namespace kvpool::mlx_ext::cuda
