@@ -9,7 +9,7 @@ from kvpool.memory.block_pool import BlockPoolAllocator
 from kvpool.mlx_lm.caches._arguments import checked_buffers
 from kvpool.mlx_lm.caches._dense import DenseLayerCache
 from kvpool.mlx_lm.caches._group import CacheGroup
-from kvpool.mlx_lm.caches.quantized_kv_cache import PoolBackedQuantizedKVCache
+from kvpool.mlx_lm.caches.quantized_kv_cache import PoolBackedQuantizedKVCache, warn_of_cuda
 
 if TYPE_CHECKING:
     from kvpool.mlx_lm.caches.batch_kv_cache import PoolBackedBatchKVCache
@@ -88,6 +88,10 @@ class PoolBackedKVCache(DenseLayerCache):
 
         It is charged on its own, for as many blocks; this cache keeps its own until it is dropped.
         Where the pool is too full for both, the blocks pass on and this cache is empty.
+
+        Warns on MLX's CUDA backend, whose quantised attention of mlx-lm is wrong for grouped
+        queries in MLX 0.32.4.
         """
+        warn_of_cuda()
         self._settle()
         return PoolBackedQuantizedKVCache._of(self, group_size, bits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,17 @@ if TYPE_CHECKING:
     from kvpool.mlx_lm.caches.kv_cache import PoolBackedKVCache
 
 Quantized = tuple[mx.array, mx.array, mx.array]
+
+
+def warn_of_cuda() -> None:
+    """Warns where attention over quantised caches is known to be wrong: see docs/gpu.md."""
+    if mx.default_device() == mx.gpu and hasattr(mx, "cuda") and mx.cuda.is_available():
+        warnings.warn(
+            "mlx-lm's attention over quantised caches is wrong for grouped queries on CUDA in MLX "
+            "0.32.4; a paged cache with int8 or int4 pages is right",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 class PoolBackedQuantizedKVCache(LinearLayerCache, QuantizedKVCache):
