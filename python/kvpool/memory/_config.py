@@ -124,6 +124,7 @@ class PoolConfig:
         separate_kv: bool = True,
         grow_on_exhaustion: bool = False,
         max_blocks: int | None = None,
+        paged: bool = False,
     ) -> PoolConfig:
         """A pool for an mlx-lm model, by a budget of bytes or by the tokens it has to hold.
 
@@ -144,6 +145,7 @@ class PoolConfig:
             separate_kv: As in ``PoolConfig``.
             grow_on_exhaustion: As in ``PoolConfig``.
             max_blocks: As in ``PoolConfig``.
+            paged: For ``build_paged_caches``, whose windows hold whole blocks: up to two more.
 
         Raises:
             TypeError: Neither or both of ``memory`` and ``max_tokens``, or another type.
@@ -159,6 +161,7 @@ class PoolConfig:
             n_sequences=checked_int("PoolConfig::for_model", "n_sequences", n_sequences, 1),
             block_size=checked_int("PoolConfig::for_model", "block_size", block_size, 1),
             prefill_step=checked_int("PoolConfig::for_model", "prefill_step", prefill_step, 1),
+            paged=paged,
         )
         config = cls(
             block_size=block_size,

@@ -84,6 +84,7 @@ def size_for_model(
     n_sequences: int,
     block_size: int,
     prefill_step: int,
+    paged: bool = False,
 ) -> ModelSizing:
     """The pool for ``max_tokens`` of each sequence, or the largest that fits in ``memory``."""
     if (memory is None) == (max_tokens is None):
@@ -94,7 +95,11 @@ def size_for_model(
     layers = pooled_layers(model)
 
     def blocks_of(layer: PooledLayer, tokens: int) -> int:
-        return -(-layer.rows(tokens, prefill_step) // block_size)
+        n_blocks = -(-layer.rows(tokens, prefill_step) // block_size)
+        if paged and layer.window is not None:
+            # The window begins inside a block, and the step before may still be reading one more.
+            n_blocks = min(n_blocks + 2, -(-tokens // block_size))
+        return n_blocks
 
     def bytes_for(tokens: int) -> int:
         per_sequence = sum(blocks_of(layer, tokens) * layer.bytes_per_token for layer in layers)

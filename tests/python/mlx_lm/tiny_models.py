@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 from kvpool.models.tokenizers import byte_level_bpe, write_tokenizer
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.models import deepseek_v3, gemma3_text, gpt2, gpt_oss, llama
+from mlx_lm.models import deepseek_v3, gemma3_text, gpt2, gpt_oss, llama, qwen3
 
 VOCABULARY = 97
 
@@ -63,6 +63,26 @@ def needs_quantised_attention() -> None:
     """Skips where MLX cannot attend over quantised keys of tiny_llama, as on CUDA (0.32.4)."""
     if not _attends_quantised(64):
         pytest.skip("MLX has no quantised matrix product for a head of 64 numbers on this device")
+
+
+@cache
+def tiny_qwen3() -> Any:
+    """Keys and queries are normalised; a head is wider than its share of the hidden state."""
+    args = qwen3.ModelArgs(
+        model_type="qwen3",
+        hidden_size=32,
+        num_hidden_layers=2,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-6,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=4096,
+        rope_theta=10000.0,
+        head_dim=24,
+        tie_word_embeddings=False,
+    )
+    return _ready(qwen3.Model(args), 7)
 
 
 @cache

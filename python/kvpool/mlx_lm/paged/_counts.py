@@ -5,11 +5,25 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-__all__ = ["AttentionStats", "attention_stats", "reset_attention_stats"]
+__all__ = ["AttentionStats", "attention_stats", "reset_attention_stats", "uncounted"]
+
+_counting: ContextVar[bool] = ContextVar("_counting", default=True)
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Leaves out the calls of this block: those of a model that is only asked for its shapes."""
+    token = _counting.set(False)
+    try:
+        yield
+    finally:
+        _counting.reset(token)
 
 
 @dataclass(frozen=True)
@@ -84,6 +98,8 @@ def count_fallback(reason: str) -> None:
 
 
 def count_not_ours() -> None:
+    if not _counting.get():
+        return
     with _counts.lock:
         _counts.not_ours += 1
 
