@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -18,7 +19,7 @@ from kvpool.memory.block_pool import BlockPoolAllocator
 from kvpool.mlx_lm.caches import PoolBackedRotatingKVCache, attach_caches
 from kvpool.mlx_lm.caches._arguments import checked_int, checked_owner, checked_pool
 from kvpool.mlx_lm.caches._layer import PooledLayerCache
-from kvpool.mlx_lm.caches.build import own_caches, pooled_among
+from kvpool.mlx_lm.caches.build import attachable_among, own_caches
 
 __all__ = ["PromptCacheError", "load_prompt_cache", "save_prompt_cache"]
 
@@ -35,7 +36,7 @@ def save_prompt_cache(
 
     Args:
         file: The file, replaced if it is there. By custom it ends in ``.safetensors``.
-        cache: The caches of a request: pooled ones, and mlx-lm's own among them.
+        cache: The caches of a request: pooled or paged ones, and mlx-lm's own among them.
         metadata: Whatever JSON can hold, given back when the file is loaded.
 
     Raises:
@@ -70,9 +71,9 @@ def load_prompt_cache(
     """Loads the caches of a prompt, charged to ``pool``.
 
     The pool, the caches' owner and the process may be others than when they were saved. The pooled
-    caches are a group, as ``build_pooled_caches`` makes one; mlx-lm's own caches come back as they
-    were saved. A file that fits is all that is needed to go on: ``generate(..., prompt_cache=...)``
-    with the rest of the prompt.
+    caches are a group, as ``build_pooled_caches`` makes one, and so are the paged ones; mlx-lm's
+    own caches come back as they were saved. A file that fits is all that is needed to go on:
+    ``generate(..., prompt_cache=...)`` with the rest of the prompt.
 
     Args:
         file: A file of ``save_prompt_cache``. It is checked before any of it is used.
@@ -113,7 +114,7 @@ def load_prompt_cache(
         )
     if model is not None:
         _refuse_other_model(where, caches, model)
-    for layer in pooled_among(caches):
+    for layer in attachable_among(caches):
         layer._step = step
     attach_caches(caches, pool, owner)
     return (caches, metadata) if return_metadata else caches
@@ -141,18 +142,25 @@ def _decoded(record: dict[str, Any], arrays: Mapping[str, mx.array]) -> Any:
         raise ValueError(f"class {name!r} is unknown")
     if issubclass(cls, stock.CacheList):
         return cls(*(_decoded(inner, arrays) for inner in record["caches"]))
-    return cls.from_state(_prompt_file.decode(record["state"], arrays))
+    make = getattr(cls, "_from_saved", cls.from_state)
+    return make(_prompt_file.decode(record["state"], arrays))
 
 
 def _loadable(name: str) -> Any:
     """The cache class that mlx-lm, too, would find under this name; None where there is none."""
+    if name == "PagedKVCache":
+        importlib.import_module("kvpool.mlx_lm.paged.kv_cache")  # makes the name known
     cls = getattr(stock, name, None)
-    bases = (stock._BaseCache, PooledLayerCache)
-    return cls if isinstance(cls, type) and issubclass(cls, bases) else None
+    if not isinstance(cls, type):
+        return None
+    ours = issubclass(cls, (stock._BaseCache, PooledLayerCache)) or hasattr(cls, "_from_saved")
+    return cls if ours else None
 
 
 def _live_state(cache: Any) -> Any:
     """The state of a cache without rows that wait for tokens to come."""
+    if hasattr(cache, "_saved"):
+        return cache._saved()
     if isinstance(cache, PooledLayerCache):
         cache._settle()
     if isinstance(cache, _WITH_SPARE_ROWS) and not cache.empty():
@@ -171,7 +179,7 @@ _WITH_SPARE_ROWS = (
 
 def _block_size(where: str, caches: Iterable[Any]) -> int | None:
     sizes = {
-        cache.pool.config.block_size for cache in pooled_among(caches) if cache.pool is not None
+        cache.pool.config.block_size for cache in attachable_among(caches) if cache.pool is not None
     }
     if len(sizes) > 1:
         raise PromptCacheError(f"{where} the caches are over pools of block_size {sorted(sizes)}")
@@ -204,9 +212,12 @@ def _refuse_other_model(where: str, caches: list[Any], model: Any) -> None:
 def _geometry(cache: Any) -> dict[str, Any]:
     """What caches of one layer have in common, as far as it shows."""
     kind = type(cache).__name__.removeprefix("PoolBacked").removeprefix("Quantized")
+    window = getattr(cache, "max_size", getattr(cache, "window", None))
+    if kind == "PagedKVCache":
+        kind = "KVCache" if window is None else "RotatingKVCache"
     geometry: dict[str, Any] = {"kind": kind}
-    if hasattr(cache, "max_size"):
-        geometry["window"] = (cache.max_size, getattr(cache, "keep", 0))
+    if window is not None:
+        geometry["window"] = (window, getattr(cache, "keep", 0))
     keys: Any = getattr(cache, "keys", None)
     values: Any = getattr(cache, "values", None)
     if isinstance(keys, tuple):

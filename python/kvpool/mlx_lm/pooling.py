@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -18,11 +19,13 @@ class PooledModel:
     Made by ``pool_model``.
     """
 
-    def __init__(self, model: Any, pool: BlockPoolAllocator, step: int | None) -> None:
+    def __init__(
+        self, model: Any, pool: BlockPoolAllocator, build: Callable[..., list[Any]], **options: Any
+    ) -> None:
         self.model = model
         self.pool = pool
         self._before = vars(model).get("make_cache", _MISSING)
-        self._make_cache = lambda: build_pooled_caches(model, pool, pool.new_owner(), step)
+        self._make_cache = lambda: build(model, pool, pool.new_owner(), **options)
         model.make_cache = self._make_cache
 
     def undo(self) -> None:
@@ -50,12 +53,19 @@ class PooledModel:
         self.undo()
 
 
-def pool_model(model: Any, pool: BlockPoolAllocator, step: int | None = None) -> PooledModel:
+def pool_model(
+    model: Any,
+    pool: BlockPoolAllocator,
+    step: int | None = None,
+    *,
+    paged: bool = False,
+    **options: Any,
+) -> PooledModel:
     """Charges every request to ``model`` to ``pool``, wherever mlx-lm makes the request's cache.
 
     ``mlx_lm.generate``, ``batch_generate`` and ``mlx_lm.server`` make the cache of a request by
-    ``model.make_cache()``, which is replaced by ``build_pooled_caches`` with an owner of its own
-    (``pool.new_owner()``) for each request.
+    ``model.make_cache()``, which is replaced by ``build_pooled_caches`` or ``build_paged_caches``
+    with an owner of its own (``pool.new_owner()``) for each request.
 
         with pool_model(model, pool):
             batch_generate(model, tokenizer, prompts)
@@ -64,15 +74,26 @@ def pool_model(model: Any, pool: BlockPoolAllocator, step: int | None = None) ->
         model: A model of mlx-lm.
         pool: The pool to draw on.
         step: Rows to grow by, exactly; see ``PoolBackedKVCache``.
+        paged: Make paged caches; the attention hook is another matter (``kvpool.attention``).
+        options: Of ``build_paged_caches``, with ``paged``.
 
     Returns:
         What takes it back: a context manager with ``undo()``.
 
     Raises:
-        TypeError: An argument is of another type.
-        ValueError: ``step`` is below 1.
+        TypeError: An argument is of another type, or of the other kind of caches.
+        ValueError: ``step`` is below 1, or an option is out of range.
     """
     checked_pool("pool_model", pool)
+    if not paged:
+        if options:
+            raise TypeError(f"[pool_model] {', '.join(options)} need paged=True")
+        if step is not None:
+            step = checked_int("pool_model", "step", step, 1)
+        return PooledModel(model, pool, build_pooled_caches, step=step)
     if step is not None:
-        step = checked_int("pool_model", "step", step, 1)
-    return PooledModel(model, pool, step)
+        raise TypeError(f"[pool_model] paged caches have no step, got {step!r}")
+    from kvpool.mlx_lm.paged import build_paged_caches
+
+    build_paged_caches(model, pool, 0, **options)  # refuses options now, not at the first request
+    return PooledModel(model, pool, build_paged_caches, **options)

@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from mlx_lm import server
 
 from kvpool.memory.block_pool import BlockPoolAllocator, PoolConfig
+from kvpool.mlx_lm.paged import attention
 from kvpool.mlx_lm.pooling import PooledModel, pool_model
 
 __all__ = ["PooledModelProvider", "main"]
@@ -27,19 +29,23 @@ class PooledModelProvider(server.ModelProvider):
     Args:
         cli_args: The options of ``mlx_lm.server``.
         make_pool: Makes the pool of a model, once it is loaded.
+        options: Of ``pool_model``: which caches the requests get.
     """
 
     def __init__(
-        self, cli_args: argparse.Namespace, make_pool: Callable[[Any], BlockPoolAllocator]
+        self,
+        cli_args: argparse.Namespace,
+        make_pool: Callable[[Any], BlockPoolAllocator],
+        **options: Any,
     ) -> None:
         super().__init__(cli_args)
-        self._make_pool = make_pool
+        self._make_pool, self._options = make_pool, options
         self.pooled: PooledModel | None = None
 
     def _load(self, *paths: str | None) -> None:
         self.pooled = None
         super()._load(*paths)
-        self.pooled = pool_model(self.model, self._make_pool(self.model))
+        self.pooled = pool_model(self.model, self._make_pool(self.model), **self._options)
 
     @property
     def pool(self) -> BlockPoolAllocator | None:
@@ -61,20 +67,40 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--pool-memory", default="4GB", help="keys and values of all requests together (4GB)"
     )
     parser.add_argument("--pool-block-size", type=int, default=16, help="tokens in a block (16)")
+    parser.add_argument(
+        "--pool-cache",
+        choices=("pooled", "paged"),
+        default="pooled",
+        help="pooled: contiguous buffers (default); paged: tokens lie in blocks, are read there, "
+        "and prompts that are kept share them",
+    )
+    parser.add_argument("--pool-format", help="of paged caches: fp16, int8, ... (as tokens come)")
+    parser.add_argument("--pool-age-policy", help="of paged caches: fp16:256,int8:2048,int4")
     options, others = parser.parse_known_args(arguments)
+    paged = options.pool_cache == "paged"
+    chosen = {"format": options.pool_format, "age_policy": options.pool_age_policy}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    if chosen and not paged:
+        parser.error("--pool-format and --pool-age-policy need --pool-cache paged")
 
     def make_pool(model: Any) -> BlockPoolAllocator:
         return BlockPoolAllocator(
             PoolConfig.for_model(
-                model, memory=options.pool_memory, block_size=options.pool_block_size
+                model,
+                memory=options.pool_memory,
+                block_size=options.pool_block_size,
+                paged=paged,
             )
         )
 
     stock, argv = server.ModelProvider, sys.argv
-    server.ModelProvider = lambda cli_args: PooledModelProvider(cli_args, make_pool)
+    server.ModelProvider = lambda cli_args: PooledModelProvider(
+        cli_args, make_pool, paged=paged, **chosen
+    )
     sys.argv = [parser.prog, *others]
     try:
-        server.main()
+        with attention() if paged else nullcontext():
+            server.main()
     finally:
         server.ModelProvider, sys.argv = stock, argv
 

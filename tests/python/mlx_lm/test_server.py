@@ -13,7 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from http.server import ThreadingHTTPServer
 from typing import Any
 
+import kvpool
 import pytest
+from kvpool import PagedKVCache
 from kvpool.memory.block_pool import BlockPoolAllocator, PoolConfig
 from kvpool.mlx_lm import server as pooled_server
 from mlx_lm import server
@@ -81,12 +83,13 @@ def serving(provider: server.ModelProvider) -> Iterator[Running]:
         running.stop()
 
 
-def test_two_requests_at_once(options):
+@pytest.mark.parametrize("paged", [False, True])
+def test_two_requests_at_once(options, paged):
     with serving(server.ModelProvider(options)) as stock:
         expected = [stock.ask(prompt) for prompt in PROMPTS]
     pool = BlockPoolAllocator(PoolConfig(block_size=16, n_blocks=1024))
-    provider = pooled_server.PooledModelProvider(options, lambda model: pool)
-    with serving(provider) as running:
+    provider = pooled_server.PooledModelProvider(options, lambda model: pool, paged=paged)
+    with kvpool.attention() if paged else contextlib.nullcontext(), serving(provider) as running:
         with ThreadPoolExecutor(2) as threads:
             assert list(threads.map(running.ask, PROMPTS)) == expected
         assert provider.pool is pool and provider.is_batchable
@@ -96,7 +99,8 @@ def test_two_requests_at_once(options):
         kept = sum(cache.n_blocks_held() for cache in caches)
         assert len({cache.owner for cache in caches}) == 2
         # mlx-lm still holds the cache of the prompt that it processed last.
-        assert kept <= pool.stats.blocks_in_use() <= 2 * kept
+        assert pool.stats.blocks_in_use() <= 2 * kept
+        assert paged or kept <= pool.stats.blocks_in_use()  # what is paged may be shared
         del caches
         assert running.ask(PROMPTS[0]) == expected[0]
         pool.check_invariants()
@@ -119,3 +123,26 @@ def test_the_command_hands_its_options_on(options, monkeypatch):
     provider.load_default()
     assert provider.pool.config.block_size == 8
     assert provider.model.make_cache()[0].pool is provider.pool
+
+
+def test_the_command_serves_paged_caches(options, monkeypatch):
+    hooked: list[bool] = []
+    providers: list[pooled_server.PooledModelProvider] = []
+
+    def run(host, port, provider):
+        hooked.append(kvpool.is_attention_installed())
+        providers.append(provider)
+
+    monkeypatch.setattr(server, "run", run)
+    arguments = ["--model", options.model, "--pool-memory", "1MB", "--pool-cache", "paged"]
+    pooled_server.main([*arguments, "--pool-age-policy", "fp16:64,int8"])
+    assert hooked == [True] and not kvpool.is_attention_installed()
+    providers[0].load_default()
+    (cache, *_) = providers[0].model.make_cache()
+    assert isinstance(cache, PagedKVCache) and cache.pool is providers[0].pool
+
+
+def test_the_command_refuses_formats_of_pooled_caches(options, capsys):
+    with pytest.raises(SystemExit):
+        pooled_server.main(["--model", options.model, "--pool-format", "int8"])
+    assert "need --pool-cache paged" in capsys.readouterr().err

@@ -111,10 +111,11 @@ class BatchLayerCache(PooledLayerCache):
         super()._forget()
         self._settle_rows((0,) * len(self._owners), (0,) * len(self._owners), self._owners)
 
-    def _attach_to(self, group: CacheGroup) -> None:
-        super()._attach_to(group)
+    def _attach_to(self, group: CacheGroup) -> Callable[[], None]:
+        take_back = super()._attach_to(group)
         self._owners = (group.owner,) * len(self._owners)
         self._mark()
+        return take_back
 
     def _copied_lease(self, group: CacheGroup) -> _native.LayerLease:
         mine = self._lease

@@ -97,14 +97,16 @@ class PooledLayerCache:
         where = self._where("attach")
         self._attach_to(CacheGroup(checked_pool(where, pool), checked_owner(where, owner)))
 
-    def _attach_to(self, group: CacheGroup) -> None:
+    def _attach_to(self, group: CacheGroup) -> Callable[[], None]:
+        """Charges the cache to ``group``, or raises; returns what takes it back."""
         if self.pool is not None:
             raise ValueError(f"[{self._where('attach')}] the cache has a pool already: {self!r}")
-        loose = self._lease
+        loose, own_group = self._lease, self._group
         lease = _native.LayerLease(group.ledger, self._growth(group.pool))
         lease.replace(loose.batch, loose.offset, loose.rows, loose.index)
         self._tag(lease)
         self._join(group, lease)
+        return lambda: self._join(own_group, loose)
 
     def release(self) -> None:
         """Gives back the blocks of this cache and of every cache that was built with it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any
 
@@ -55,23 +55,27 @@ def build_pooled_caches(
 def attach_caches(caches: Iterable[Any], pool: BlockPoolAllocator, owner: int = -1) -> None:
     """Charges caches made by ``from_state`` (loaded from a file) to ``pool``, as one group.
 
-    Those in a list of caches (mlx-lm's ``CacheList``) are attached, too; caches of other kinds are
-    left alone.
+    Pooled caches and paged ones are a group each. Those in a list of caches (mlx-lm's
+    ``CacheList``) are attached, too; caches of other kinds are left alone.
 
     Raises:
         BlockPoolExhaustedError: The pool has too few blocks; no cache is attached.
         ValueError: A cache has a pool already; none is attached.
     """
     where = "attach_caches"
-    group = CacheGroup(checked_pool(where, pool), checked_owner(where, owner))
-    loose = pooled_among(caches)
-    before = [(cache, cache._group, cache._lease) for cache in loose]
+    checked_pool(where, pool)
+    owner = checked_owner(where, owner)
+    groups: dict[type, Any] = {}
+    takes_back: list[Callable[[], None]] = []
     try:
-        for cache in loose:
-            cache._attach_to(group)
+        for cache in attachable_among(caches):
+            kind = type(cache._group)
+            if kind not in groups:
+                groups[kind] = kind(pool, owner)
+            takes_back.append(cache._attach_to(groups[kind]))
     except BaseException:
-        for cache, own_group, lease in before:
-            cache._join(own_group, lease)
+        for take_back in takes_back:
+            take_back()
         raise
 
 
@@ -103,15 +107,15 @@ def rewind_step(caches: Iterable[Any]) -> int:
     return before - layers[0]._lease.offset
 
 
-def pooled_among(caches: Iterable[Any]) -> list[PooledLayerCache]:
-    """The pooled caches of a prompt cache, those in lists of caches included."""
-    pooled: list[PooledLayerCache] = []
+def attachable_among(caches: Iterable[Any]) -> list[Any]:
+    """The pooled and the paged caches of a prompt cache, those in lists of caches included."""
+    found: list[Any] = []
     for cache in caches:
-        if isinstance(cache, PooledLayerCache):
-            pooled.append(cache)
+        if hasattr(cache, "_attach_to"):
+            found.append(cache)
         elif isinstance(cache, CacheList):
-            pooled += pooled_among(cache.caches)
-    return pooled
+            found += attachable_among(cache.caches)
+    return found
 
 
 def own_caches(model: Any) -> list[Any]:
