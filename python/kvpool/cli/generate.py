@@ -8,12 +8,15 @@ import textwrap
 from typing import Any
 
 from kvpool import models
+from kvpool.cli import caches
 from kvpool.cli.arguments import positive, temperature
+from kvpool.cli.caches import CacheChoice
 from kvpool.cli.console import note, print_report, progress_bar
 from kvpool.cli.decoding import Comparison, Request, compare
 from kvpool.cli.errors import EXHAUSTED, TOKENS_DIFFER, USAGE, CommandError
 from kvpool.cli.loading import encode, load
 from kvpool.cli.report import (
+    Held,
     comparison_section,
     exhausted,
     headline,
@@ -32,6 +35,7 @@ examples:
   kvpool generate --prompt "Count to ten." --compare-stock
   kvpool generate --prompt "Tell a story." --n-blocks 300          # too few: exit code 3
   kvpool generate --prompt "Tell a story." --n-blocks 300 --grow
+  kvpool generate --prompt "Tell a story." --cache paged --age-policy fp16:64,int8 --compare-stock
   kvpool generate --prompt "Hello" --model mlx-community/Llama-3.2-1B-Instruct-4bit --metrics -
 """
 
@@ -84,6 +88,8 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     pool.add_argument("--grow", action="store_true", help="add blocks when they run out")
     pool.add_argument("--owner", type=int, help="the request's id in the pool (default: a new one)")
 
+    caches.add_arguments(parser)
+
     report = parser.add_argument_group("the report")
     report.add_argument(
         "--compare-stock",
@@ -102,8 +108,21 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.compare_stock and arguments.temp > 0:
         raise CommandError("--compare-stock compares greedy decoding: leave --temp out", USAGE)
     model, tokenizer = load(arguments.model, fp32=arguments.fp32)
+    choice = CacheChoice.of(arguments)
     prompt = encode(tokenizer, arguments.prompt, raw=arguments.raw)
     pool = _make_pool(arguments, model, len(prompt))
+    with choice.attention():
+        return _generate(arguments, choice, model, tokenizer, prompt, pool)
+
+
+def _generate(
+    arguments: argparse.Namespace,
+    choice: CacheChoice,
+    model: Any,
+    tokenizer: Any,
+    prompt: list[int],
+    pool: BlockPoolAllocator,
+) -> int:
     owner = pool.new_owner() if arguments.owner is None else arguments.owner
 
     def request(cache: list[Any], sampler: Any = None) -> Request:
@@ -112,26 +131,26 @@ def _run(arguments: argparse.Namespace) -> int:
     if not arguments.quiet:
         shortened = textwrap.shorten(arguments.prompt, 300, placeholder=" ...")
         note(f"{headline(arguments.model, pool)}\n\n> {shortened}\n")
-    shown = request(_pooled_caches(model, pool, owner), _sampler(arguments))
+    shown = request(choice.build(model, pool, owner), _sampler(arguments))
     try:
         _stream(shown, pool)
         stats = pool.stats.snapshot()
-        n_bytes = sum(cache.nbytes for cache in shown.cache)
+        held = Held.by(shown, pool)
     finally:
         if arguments.metrics:
             write_metrics(arguments.metrics, pool.stats.snapshot())
         _release(shown)
-    sections = request_sections(shown, stats, n_bytes, pool)
+    sections = request_sections(shown, stats, held, pool)
 
     code = 0
     if arguments.compare_stock:
-        pooled = request(_pooled_caches(model, pool, pool.new_owner()))
+        pooled = request(choice.build(model, pool, pool.new_owner()))
         stock = request(_stock_caches(model))
         before = pool.stats.snapshot()
         result = _compare(pooled, stock, len(shown.tokens))
         after = pool.stats.snapshot()
         sections.append(comparison_section(result, pooled, stock, before, after))
-        code = 0 if result.differs_at is None else TOKENS_DIFFER
+        code = TOKENS_DIFFER if choice.is_exact and result.differs_at is not None else 0
     if not arguments.quiet:
         print()
         print_report(sections)
@@ -168,12 +187,6 @@ def _stock_caches(model: Any) -> list[Any]:
     return caches
 
 
-def _pooled_caches(model: Any, pool: BlockPoolAllocator, owner: int) -> list[Any]:
-    from kvpool.memory import build_pooled_caches
-
-    return build_pooled_caches(model, pool, owner)
-
-
 def _release(request: Request) -> None:
     request.close()
     for cache in request.cache:
@@ -188,6 +201,7 @@ def _make_pool(arguments: argparse.Namespace, model: Any, n_prompt: int) -> Bloc
             max_tokens=n_prompt + arguments.max_tokens,
             block_size=arguments.block_size,
             grow_on_exhaustion=arguments.grow,
+            paged=arguments.cache == "paged",
         )
     else:
         config = PoolConfig(

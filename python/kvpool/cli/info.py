@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from typing import Any
 
 from kvpool import __version__, models
@@ -19,7 +21,8 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser = commands.add_parser(
         "info",
         help="versions, backend, SIMD target, BLAS, models",
-        description="Says which versions, backend, SIMD target, BLAS and models are in use.",
+        description="Says which versions, backend, SIMD target, threads, BLAS and models are in "
+        "use.",
         epilog="examples:\n  kvpool info\n  kvpool info --json | jq .mlx.backend\n",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -34,6 +37,8 @@ def collect() -> dict[str, Any]:
         "platform": platform.platform(),
         "simd_target": _simd_target(),
         "mlx": _mlx(),
+        "mlx_extension": _mlx_extension(),
+        "threads": _threads(),
         "mlx_lm": _version("mlx-lm"),
         "nanobind": _version("nanobind"),
         "blas": blas_in_use(),
@@ -52,7 +57,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     mlx = found.pop("mlx")
     prepared = found.pop("models")
-    rows = [(key.replace("_", " "), value or "none") for key, value in found.items()]
+    rows = [(key.replace("_", " "), str(value or "none")) for key, value in found.items()]
     mlx_rows = [("mlx", mlx["version"] or "not installed"), ("backend", mlx["backend"] or "none")]
     rows[4:4] = mlx_rows
     rows += [(f"model {name}", where or "not fetched") for name, where in prepared.items()]
@@ -70,6 +75,21 @@ def _version(distribution: str) -> str | None:
 def _simd_target() -> str | None:
     probe = getattr(import_module("kvpool._native"), "simd_target_name", None)
     return probe() if probe else None
+
+
+def _mlx_extension() -> str | None:
+    """The MLX that the extension of paged caches was built for."""
+    try:
+        built_for = import_module("kvpool._mlx").__mlx_version__
+    except ImportError as error:
+        present = find_spec("kvpool._mlx") is not None
+        return f"does not load: {error}" if present else None
+    return f"for MLX {built_for}"
+
+
+def _threads() -> int:
+    """Threads that paged attention may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _mlx() -> dict[str, Any]:

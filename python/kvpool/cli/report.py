@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvpool import models
@@ -13,6 +16,7 @@ from kvpool.cli.errors import CommandError
 from kvpool.memory import AllocationStats, BlockPoolAllocator, PoolConfig
 
 __all__ = [
+    "Held",
     "comparison_section",
     "exhausted",
     "headline",
@@ -36,8 +40,45 @@ def headline(model_name: str, pool: BlockPoolAllocator) -> str:
     )
 
 
+@dataclass(frozen=True)
+class Held:
+    """What a request holds before its release.
+
+    Attributes:
+        n_bytes: Bytes of its keys and values.
+        n_tokens: Tokens in its caches.
+        formats: The number of its blocks by what they hold.
+        attention: Who answered the calls of attention; None without paged caches.
+    """
+
+    n_bytes: int
+    n_tokens: int
+    formats: Mapping[str, int]
+    attention: str | None
+
+    @classmethod
+    def by(cls, request: Request, pool: BlockPoolAllocator) -> Held:
+        """What ``request`` holds now."""
+        tokens = [cache.size() for cache in request.cache]
+        owners = {cache.owner for cache in request.cache if hasattr(cache, "owner")}
+        blocks = [block for owner in owners for block in pool.blocks_for(owner)]
+        return cls(
+            n_bytes=sum(cache.nbytes for cache in request.cache),
+            n_tokens=max(tokens, default=0),
+            formats=Counter(block.format for block in blocks),
+            attention=_who_attended(),
+        )
+
+
+def _who_attended() -> str | None:
+    paged = sys.modules.get("kvpool.mlx_lm.paged")
+    if paged is None or not paged.is_attention_installed():
+        return None
+    return str(paged.attention_stats())
+
+
 def request_sections(
-    request: Request, stats: AllocationStats, n_bytes: int, pool: BlockPoolAllocator
+    request: Request, stats: AllocationStats, held: Held, pool: BlockPoolAllocator
 ) -> list[Section]:
     """The request as it was before its release, when ``stats`` was taken."""
     in_use = stats.blocks_in_use()
@@ -49,13 +90,15 @@ def request_sections(
             [
                 ("prompt", f"{prompt}, {request.prompt_speed:.1f} a second"),
                 ("answer", f"{answer}, {request.decode_speed:.2f} a second"),
+                *([("attention", held.attention)] if held.attention else []),
             ],
         ),
         (
             "Its blocks",
             [
                 ("in use", f"{in_use:,} of {stats.n_blocks:,}, peak {stats.peak_blocks_in_use:,}"),
-                ("bytes held", megabytes(n_bytes)),
+                ("bytes held", f"{megabytes(held.n_bytes)}, {_bytes_a_token(held)}"),
+                ("they hold", ", ".join(f"{name} in {n:,}" for name, n in held.formats.items())),
                 ("unused slots", f"{stats.unused_slots():,} of {slots:,}"),
                 ("fragmentation", f"{stats.fragmentation():.1%} of the blocks are partly filled"),
                 ("reused", f"{stats.n_reused:,} of {stats.n_allocations:,} handed out"),
@@ -63,6 +106,10 @@ def request_sections(
             ],
         ),
     ]
+
+
+def _bytes_a_token(held: Held) -> str:
+    return f"{held.n_bytes / held.n_tokens:,.0f} a token" if held.n_tokens else "no token"
 
 
 def comparison_section(

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from kvpool.cli import generate, main
+from kvpool.cli.caches import CacheChoice
 from kvpool.cli.decoding import Request
 from tiny_folder import N_LAYERS
 
@@ -95,13 +96,13 @@ def test_the_pool_gets_the_asked_geometry(tiny_model, pools):
 
 def test_the_request_belongs_to_the_asked_owner(tiny_model, pools, monkeypatch):
     owners = []
-    build = generate._pooled_caches
+    build = CacheChoice.build
 
-    def recording(model, pool, owner):
+    def recording(self, model, pool, owner):
         owners.append(owner)
-        return build(model, pool, owner)
+        return build(self, model, pool, owner)
 
-    monkeypatch.setattr(generate, "_pooled_caches", recording)
+    monkeypatch.setattr(CacheChoice, "build", recording)
     run(tiny_model, "--max-tokens", "1", "--owner", "-7")
     assert owners == [-7]
 

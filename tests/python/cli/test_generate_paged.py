@@ -1,0 +1,68 @@
+"""`kvpool generate --cache paged` on a tiny random model."""
+
+from __future__ import annotations
+
+import re
+
+import kvpool
+import pytest
+from kvpool.cli import main
+from test_generate import N_PROMPT, field, run
+from tiny_folder import N_LAYERS
+
+
+@pytest.fixture(autouse=True)
+def no_hook_is_left():
+    yield
+    assert not kvpool.is_attention_installed()
+
+
+def test_it_says_who_attended_and_what_the_blocks_hold(tiny_model, capsys):
+    assert run(tiny_model, "--max-tokens", "22", "--cache", "paged") == 0
+    report = capsys.readouterr().out
+    # One call a layer for the prompt's first tokens, its last one, and each token but the last.
+    calls = int(field(report, "attention").split()[0].replace(",", ""))
+    assert field(report, "attention") == f"{calls} by the kernels"
+    assert calls >= 22 * N_LAYERS
+    n_blocks = 2 * N_LAYERS * 2  # keys and values; 32 tokens lie in two blocks of 16
+    assert field(report, "they hold") == f"fp32 in {n_blocks}"
+    a_token = N_LAYERS * 2 * 2 * 8 * 4  # keys and values, heads, dims, bytes
+    n_tokens = N_PROMPT + 22
+    expected = 32 * a_token / n_tokens
+    assert re.search(rf", {expected:,.0f} a token$", field(report, "bytes held"))
+    assert field(report, "after the release") == "0 in use"
+
+
+def test_compare_stock_finds_the_same_tokens(tiny_model, capsys):
+    assert run(tiny_model, "--max-tokens", "40", "--compare-stock", "--cache", "paged") == 0
+    assert field(capsys.readouterr().out, "tokens") == "identical, all 40"
+
+
+def test_fewer_bits_are_reported_and_may_change_tokens(tiny_model, capsys):
+    options = ["--cache", "paged", "--age-policy", "fp16:16,int4", "--compare-stock"]
+    assert run(tiny_model, "--max-tokens", "60", *options) == 0
+    formats = field(capsys.readouterr().out, "they hold")
+    assert "int4 in" in formats and "fp16 in" in formats
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--format", "int8"], "--format needs --cache paged"),
+        (["--age-policy", "fp16:1,int8"], "--age-policy needs --cache paged"),
+        (["--cache", "paged", "--format", "fp8"], "format must be one of"),
+        (["--cache", "paged", "--age-policy", "fp16"], "the first format needs a number"),
+        (["--cache", "paged", "--method", "kivy"], "method must be one of"),
+        (["--cache", "paged", "--bits", "3"], "bits needs a method"),
+    ],
+)
+def test_options_that_do_not_go_together_are_wrong_usage(tiny_model, options, message, capsys):
+    assert run(tiny_model, *options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_info_says_whether_the_extension_is_there(capsys):
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^  mlx extension +for MLX \d", out, re.MULTILINE)
+    assert re.search(r"^  threads +\d+$", out, re.MULTILINE)
