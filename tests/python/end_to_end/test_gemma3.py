@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import kvpool
+from kvpool import build_paged_caches
 from kvpool.memory import BlockPoolAllocator, PoolConfig, build_pooled_caches
 from stock import GEMMA3_PREFILL_STEP, GEMMA3_TOKENS, GEMMA3_WINDOW, decode
 
@@ -28,6 +30,32 @@ def test_greedy_decoding_past_the_window_is_identical(gemma3, gemma3_prompt, gem
     assert pool.stats.blocks_in_use() == 0
     pool.check_invariants()
 
+    assert tokens == gemma3_stock.result()
+
+
+def test_paged_caches_past_the_window_give_the_same_tokens(gemma3, gemma3_prompt, gemma3_stock):
+    model, _ = gemma3
+    total = len(gemma3_prompt) + GEMMA3_TOKENS
+    config = PoolConfig.for_model(
+        model, max_tokens=total, prefill_step=GEMMA3_PREFILL_STEP, paged=True
+    )
+    pool = BlockPoolAllocator(config)
+    caches = build_paged_caches(model, pool, owner=1)
+    before = kvpool.attention_stats()
+    with kvpool.attention():
+        tokens = decode(
+            model, gemma3_prompt, GEMMA3_TOKENS, caches, prefill_step_size=GEMMA3_PREFILL_STEP
+        )
+    answered = kvpool.attention_stats().since(before)
+    assert answered.kernel == answered.total >= 18 * GEMMA3_TOKENS
+    for index, cache in enumerate(caches):
+        assert cache.window == (None if index % 6 == 5 else GEMMA3_WINDOW)
+        n_blocks = 2 * -(-total // config.block_size)
+        assert cache.n_blocks_held() <= (n_blocks if cache.window is None else 2 * 4)
+    caches[0].check_invariants()
+    caches[0].release()
+    assert pool.stats.blocks_in_use() == 0
+    pool.check_invariants()
     assert tokens == gemma3_stock.result()
 
 

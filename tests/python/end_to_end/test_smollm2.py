@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import kvpool
 import mlx.core as mx
 import mlx_lm
 import pytest
@@ -34,6 +35,29 @@ def test_greedy_decoding_is_identical_through_300_tokens(smollm2, smollm2_prompt
     check_returned(pool)
     assert tokens == smollm2_stock.result()
     assert len(set(tokens)) > 60  # a story, not one word again and again
+
+
+def test_paged_caches_give_the_same_tokens(smollm2, smollm2_prompt, smollm2_stock):
+    model, _ = smollm2
+    n_tokens = 100
+    pool = pool_for(model, len(smollm2_prompt) + n_tokens)
+    caches = kvpool.build_paged_caches(model, pool, owner=1)
+    before = kvpool.attention_stats()
+    with kvpool.attention():
+        tokens = decode(model, smollm2_prompt, n_tokens, caches)
+    answered = kvpool.attention_stats().since(before)
+    assert answered.kernel == answered.total >= 30 * n_tokens
+    caches[0].check_invariants()
+    caches[0].release()
+    check_returned(pool)
+    assert tokens == smollm2_stock.result()[:n_tokens]
+
+
+def test_paged_caches_give_the_same_tokens_without_the_hook(smollm2, smollm2_prompt, smollm2_stock):
+    model, _ = smollm2
+    pool = pool_for(model, len(smollm2_prompt) + 12)
+    caches = kvpool.build_paged_caches(model, pool, owner=1)
+    assert decode(model, smollm2_prompt, 12, caches) == smollm2_stock.result()[:12]
 
 
 def test_it_answers_sensibly(smollm2):

@@ -38,3 +38,19 @@ def test_a_prompt_that_is_saved_and_loaded(model, tmp_path):
     assert file.exists()
     assert "tokens came from the file]" in out
     assert "in_use=0/" in out
+
+
+def test_answers_that_share_their_prompt(model):
+    out = run("parallel_sampling.py", model, "A prompt of some length.", "--max-tokens", 6)
+    # 24 tokens and one that is fed again with each answer: two blocks a stream in two layers.
+    assert "8 blocks hold the prompt, and 8 after the forks" in out
+    assert out.count("\n- ") == 4
+    assert "58 by the kernels" in out
+
+
+def test_beams_that_share_what_they_have_in_common(model):
+    out = run("beam_search.py", model, "A prompt of some length.", "--max-tokens", 6)
+    scores = [float(line.split()[0]) for line in out.splitlines()[:3]]
+    assert scores == sorted(scores, reverse=True)
+    shared, alone = (int(word) for word in out.splitlines()[-1].split() if word.isdecimal())
+    assert shared < alone
