@@ -117,6 +117,10 @@ void bind_paged_layer(nb::module_& m) {
       .def_prop_ro(
           "is_torn", [](const PagedLayerArrays& self) { return self.layer().is_torn(); },
           "A step was cut short, and this layer's next append takes it back.")
+      .def(
+          "roll_back",
+          [](PagedLayerArrays& self, std::int64_t n_tokens) { ready(self).roll_back(n_tokens); },
+          "n_tokens"_a, "Takes tokens of the last step back, of this layer alone.")
       .def("reset", &PagedLayerArrays::reset, "Gives this layer's blocks back.")
       .def(
           "fork",

@@ -196,6 +196,12 @@ std::int64_t PagedLayerArrays::trim(std::int64_t n_tokens) {
   return layer_->trim(n_tokens);
 }
 
+void PagedLayerArrays::roll_back(std::int64_t n_tokens) {
+  const Use use(*this, "PagedLayer::roll_back");
+  settle();
+  layer_->roll_back(n_tokens);
+}
+
 void PagedLayerArrays::reset() {
   const Use use(*this, "PagedLayer::reset");
   layer_->reset();

@@ -62,6 +62,8 @@ class PagedLayerArrays {
   std::int64_t n_rows();
   /// Drops the newest tokens and returns how many: PagedLayer::trim.
   std::int64_t trim(std::int64_t n_tokens);
+  /// Takes the newest tokens of this layer alone back: PagedLayer::roll_back.
+  void roll_back(std::int64_t n_tokens);
   void reset();
   /// A copy at the end of `group`, whose appends come after those of this layer.
   std::unique_ptr<PagedLayerArrays> fork(std::shared_ptr<cache::PagedGroup> group);
