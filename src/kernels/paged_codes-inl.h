@@ -10,10 +10,9 @@
 #include <hwy/highway.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
+#include <limits>
 
 #include "kvpool/formats/page_layout.h"
 #include "paged_rows-inl.h"
@@ -37,89 +36,92 @@ inline constexpr int kCodeRows = kTileColumns;
 
 /// A query row for pages of codes. Over a group of 64 dims
 ///   <q, key> = minimum * sum(q) + scale * <q, codes>,
-/// and q is taken as step * (256 * a + b) with integers a and b of eight bits, so its error is
-/// 2^-15 of the group's largest number, below that of half precision. Dots give step * <.., codes>
-/// exactly.
+/// and q is taken as step * n with integers n of 16 bits, so its error is 2^-16 of the group's
+/// largest number, below that of half precision. <n, codes> is exact.
 struct CodeQuery {
-  const std::uint32_t* a;  // [quads]
-  const std::uint32_t* b;  // [quads]
-  const float* steps;      // [groups]
-  const float* sums;       // [groups]
-  const float* numbers;    // [quads * 4]
+  const float* numbers;        // [quads * 4], padded with zeros to whole vectors
+  const std::uint32_t* codes;  // n as a Dot wants it, one number's room each
+  const float* steps;          // [groups]
+  const float* sums;           // [groups]
+  std::int64_t quads;          // padded
 };
+
+/// The largest n: 127 * 256, so that its upper byte, rounded, has eight bits with a sign. The sum
+/// of 64 products with codes stays below 2^31.
+inline constexpr float kLargestCode = 127 * 256;
 
 // Ways to multiply codes and a query: Sum adds quads up for one vector of tokens.
 
-/// 4 x 8 bits at once; the instruction is VNNI's.
 #if HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX3_DL
+/// 4 x 8 bits at once, by VNNI's instruction: n = 256 * high + low. `codes` are the high bytes of
+/// all quads, then the low bytes.
 struct VnniDot {
-  static constexpr float kLargest = 127 * 256;
+  static constexpr bool kIntegers = true;
   struct Sum {
     VI high;
     VI low;
 
     HWY_INLINE void clear() { high = low = hn::Zero(DI()); }
     HWY_INLINE void add(VU codes, const CodeQuery& query, std::int64_t quad) {
-      multiply_add(high.raw, codes.raw, query.a + quad);
-      multiply_add(low.raw, codes.raw, query.b + quad);
+      multiply_add(high.raw, codes.raw, query.codes + quad);
+      multiply_add(low.raw, codes.raw, query.codes + query.quads + quad);
     }
     HWY_INLINE V total(const CodeQuery& query, std::int64_t group) const {
       const VI sum = hn::Add(hn::ShiftLeft<8>(high), low);
       return hn::Mul(hn::ConvertTo(D(), sum), hn::Set(D(), query.steps[group]));
     }
   };
-  // As assembly: the instruction is asked for at run time, beside the target's own.
+  // As assembly: whether the machine has it is asked at run time, beside the target's own demands.
   static HWY_INLINE void multiply_add(__m512i& sum, __m512i codes, const std::uint32_t* numbers) {
     asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*numbers));
   }
-  static HWY_INLINE void split(const std::int32_t (&q)[4], std::uint32_t& a, std::uint32_t& b) {
-    a = b = 0;
-    for (int i = 0; i < 4; ++i) {
-      const std::int32_t high = (q[i] + 128) >> 8;
-      const std::int32_t low = q[i] - high * 256;
-      a |= static_cast<std::uint32_t>(high & 0xff) << (8 * i);
-      b |= static_cast<std::uint32_t>(low & 0xff) << (8 * i);
-    }
+  static HWY_INLINE void store(VI n, std::int64_t j, std::int64_t quads, std::uint32_t* codes) {
+    const hn::Rebind<std::int8_t, DI> bytes;
+    const VI high = hn::ShiftRight<8>(hn::Add(n, hn::Set(DI(), 128)));
+    const VI low = hn::Sub(n, hn::ShiftLeft<8>(high));
+    auto* to = reinterpret_cast<std::int8_t*>(codes) + j;
+    hn::StoreU(hn::DemoteTo(bytes, high), bytes, to);
+    hn::StoreU(hn::DemoteTo(bytes, low), bytes, to + 4 * quads);
   }
 };
 #endif
 
 #if HWY_ARCH_X86
-/// 2 x 16 bits at once, on any x86.
+/// 2 x 16 bits at once, on any x86. A quad's `codes` are its dims 0 and 2, then 1 and 3, and two
+/// words of no meaning.
 struct PairDot {
-  static constexpr float kLargest = 127 * 256;
+  static constexpr bool kIntegers = true;
   struct Sum {
     VI sum;
 
     HWY_INLINE void clear() { sum = hn::Zero(DI()); }
     HWY_INLINE void add(VU codes, const CodeQuery& query, std::int64_t quad) {
-      const hn::Repartition<std::int16_t, D> pairs;
       const VU bytes = hn::Set(DU(), 0x00ff00ff);
-      const auto even = hn::BitCast(pairs, hn::And(codes, bytes));
-      const auto odd = hn::BitCast(pairs, hn::And(hn::ShiftRight<8>(codes), bytes));
-      VI none = hn::Zero(DI());
-      sum = hn::ReorderWidenMulAccumulate(
-          DI(), even, hn::BitCast(pairs, hn::Set(DU(), query.a[quad])), sum, none);
-      sum = hn::ReorderWidenMulAccumulate(
-          DI(), odd, hn::BitCast(pairs, hn::Set(DU(), query.b[quad])), sum, none);
+      multiply_add(hn::And(codes, bytes), query.codes[4 * quad]);
+      multiply_add(hn::And(hn::ShiftRight<8>(codes), bytes), query.codes[4 * quad + 1]);
     }
     HWY_INLINE V total(const CodeQuery& query, std::int64_t group) const {
       return hn::Mul(hn::ConvertTo(D(), sum), hn::Set(D(), query.steps[group]));
     }
+    HWY_INLINE void multiply_add(VU codes, std::uint32_t pair) {
+      const hn::Repartition<std::int16_t, D> pairs;
+      VI none = hn::Zero(DI());
+      sum = hn::ReorderWidenMulAccumulate(DI(), hn::BitCast(pairs, codes),
+                                          hn::BitCast(pairs, hn::Set(DU(), pair)), sum, none);
+    }
   };
-  static HWY_INLINE void split(const std::int32_t (&q)[4], std::uint32_t& a, std::uint32_t& b) {
-    const auto pair = [](std::int32_t low, std::int32_t high) {
-      return static_cast<std::uint32_t>(low & 0xffff) | static_cast<std::uint32_t>(high) << 16;
-    };
-    a = pair(q[0], q[2]);
-    b = pair(q[1], q[3]);
+  static HWY_INLINE void store(VI n, std::int64_t j, std::int64_t, std::uint32_t* codes) {
+    const VU numbers = hn::BitCast(DU(), n);
+    const VU other = hn::Shuffle1032(numbers);
+    hn::StoreU(hn::Or(hn::And(numbers, hn::Set(DU(), 0xffff)), hn::ShiftLeft<16>(other)), DU(),
+               codes + j);
   }
 };
 #endif
 
-/// In fp32, where integers of eight bits gain nothing.
+/// In fp32, where there are no such instructions.
 struct FloatDot {
-  static constexpr float kLargest = 0;
+  static constexpr bool kIntegers = false;
   struct Sum {
     V sum;
 
@@ -137,37 +139,32 @@ struct FloatDot {
     }
     HWY_INLINE V total(const CodeQuery&, std::int64_t) const { return sum; }
   };
-  static HWY_INLINE void split(const std::int32_t (&)[4], std::uint32_t&, std::uint32_t&) {}
 };
 
-/// Fills what a CodeQuery points to. `numbers` is padded with zeros to `quads` * 4.
+/// Fills a query's codes, steps and sums; it has `dims` numbers.
 template <class Dot>
-HWY_INLINE void prepare_query(const float* numbers, std::int64_t quads, std::uint32_t* a,
-                              std::uint32_t* b, float* steps, float* sums) {
-  for (std::int64_t first = 0, g = 0; first < quads; first += kGroupQuads, ++g) {
-    const std::int64_t last = std::min(quads, first + kGroupQuads);
+HWY_INLINE void prepare_query(const CodeQuery& query, std::int64_t dims, std::uint32_t* codes,
+                              float* steps, float* sums) {
+  for (std::int64_t first = 0, g = 0; first < dims; first += formats::kPageGroup, ++g) {
+    const std::int64_t last = std::min(dims, first + formats::kPageGroup);
     V sum = hn::Zero(D());
     V largest = hn::Zero(D());
-    for (std::int64_t j = 4 * first; j < 4 * last; j += kLanes) {
-      const V q = hn::LoadU(D(), numbers + j);
+    for (std::int64_t j = first; j < last; j += kLanes) {
+      const V q = hn::LoadU(D(), query.numbers + j);
       sum = hn::Add(sum, q);
       largest = hn::Max(largest, hn::Abs(q));
     }
     sums[g] = hn::GetLane(hn::SumOfLanes(D(), sum));
-    if constexpr (Dot::kLargest > 0) {
+    if constexpr (Dot::kIntegers) {
       const float most = hn::GetLane(hn::MaxOfLanes(D(), largest));
-      // Below the first bound 1 / step overflows. A query that is not finite has no integers; its
-      // sum and step make every score NaN.
-      const bool fine = most > 1e-30f && most < 1e38f;
-      steps[g] = fine ? most / Dot::kLargest : (most < 1e38f ? 0.0f : sums[g] - sums[g]);
-      const V inverse = hn::Set(D(), fine ? Dot::kLargest / most : 0.0f);
-      for (std::int64_t j = 4 * first; j < 4 * last; j += kLanes) {
-        alignas(64) std::int32_t q[kLanes];
-        hn::Store(hn::NearestInt(hn::Mul(hn::LoadU(D(), numbers + j), inverse)), DI(), q);
-        for (std::int64_t i = 0; i < kLanes; i += 4) {
-          const std::int32_t quad[4] = {q[i], q[i + 1], q[i + 2], q[i + 3]};
-          Dot::split(quad, a[(j + i) / 4], b[(j + i) / 4]);
-        }
+      // Smaller ones count as zero: 1 / step would overflow. With a number that is not finite, sum
+      // and step are NaN, and so is every score.
+      const bool fine = most > 1e-30f && most <= std::numeric_limits<float>::max();
+      steps[g] = fine ? most / kLargestCode : sums[g] - sums[g];
+      const V inverse = hn::Set(D(), fine ? kLargestCode / most : 0.0f);
+      for (std::int64_t j = first; j < last; j += kLanes) {
+        const VI n = hn::NearestInt(hn::Mul(hn::LoadU(D(), query.numbers + j), inverse));
+        Dot::store(n, j, query.quads, codes);
       }
     }
   }
@@ -199,17 +196,18 @@ HWY_INLINE V dim_of(VU codes) {
   return hn::ConvertTo(D(), hn::BitCast(DI(), code));
 }
 
-/// Eight quads' share of R queries' sums; the last `8 - n` are not there.
-template <class Dot, int bits, int R, int U = 0>
+/// Eight quads' share of R queries' sums; unless kAll, the last 8 - n are not there. Apart, since
+/// sums stay in registers only where nothing branches.
+template <class Dot, int bits, int R, bool kAll, int U = 0>
 HWY_INLINE void dot_quads(const std::uint32_t* words, std::int64_t lanes, std::int64_t n,
                           const CodeQuery* queries, std::int64_t quad,
                           typename Dot::Sum (&sums)[R]) {
   if constexpr (U < 8) {
-    if (U >= n) return;
+    if (!kAll && U >= n) return;
     const VU codes = quad_of<bits, U>(words, lanes);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) sums[r].add(codes, queries[r], quad + U);
-    dot_quads<Dot, bits, R, U + 1>(words, lanes, n, queries, quad, sums);
+    dot_quads<Dot, bits, R, kAll, U + 1>(words, lanes, n, queries, quad, sums);
   }
 }
 
@@ -221,9 +219,9 @@ HWY_INLINE V load_halves(const std::byte* at) {
 /// writes outside of that range means nothing. `scores` is token 0's place.
 template <class Dot, int bits, int R>
 HWY_INLINE void score_codes(const CodeQuery* queries, const std::byte* head,
-                            const formats::PageLayout& layout, std::int64_t first,
-                            std::int64_t last, float* scores, std::int64_t score_stride) {
-  const std::int64_t lanes = layout.lanes();
+                            const formats::PageLayout& layout, std::int64_t lanes,
+                            std::int64_t first, std::int64_t last, Ahead ahead, float* scores,
+                            std::int64_t score_stride) {
   const std::int64_t n_words = layout.words();
   const std::int64_t block_size = layout.shape.block_size;
   const std::int64_t quads = (layout.shape.head_dim + 3) / 4;
@@ -240,7 +238,13 @@ HWY_INLINE void score_codes(const CodeQuery* queries, const std::byte* head,
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) sums[r].clear();
       for (std::int64_t k = from; k < std::min(quads, from + kGroupQuads); k += 8) {
-        dot_quads<Dot, bits, R>(words + k / 8 * bits * lanes, lanes, quads - k, queries, k, sums);
+        ahead.step();
+        const std::uint32_t* eight = words + k / 8 * bits * lanes;
+        if (quads - k >= 8) {
+          dot_quads<Dot, bits, R, true>(eight, lanes, 8, queries, k, sums);
+        } else {
+          dot_quads<Dot, bits, R, false>(eight, lanes, quads - k, queries, k, sums);
+        }
       }
       const V scale = load_halves(scales + (g * block_size + t) * 2);
       const V minimum = load_halves(minimums + (g * block_size + t) * 2);
@@ -255,19 +259,19 @@ HWY_INLINE void score_codes(const CodeQuery* queries, const std::byte* head,
   }
 }
 
-/// Pages of codes one after the other: of page i the tokens first .. last (whole vectors), whose
-/// weights follow the page's before.
-struct CodeRun {
-  const Run* pages;  // n_rows is the end of the tokens that have weights
+/// Pages of one format one after the other; each page's weights follow those of the page before.
+struct PageRun {
+  Run* pages;
   std::int64_t n_pages;
   formats::PageLayout layout;
+  std::int64_t lanes;
 };
 
 /// scaled[r][g][t] = weights[r][t] * scale[g][t], and sums[r][dims of g] += weights[r] .
 /// minimums[g]. Weights are zero where there is no token, and what lies there in a page does not
 /// count.
 template <int R>
-HWY_INLINE void scale_weights(const CodeRun& run, const float* weights, std::int64_t weight_stride,
+HWY_INLINE void scale_weights(const PageRun& run, const float* weights, std::int64_t weight_stride,
                               std::int64_t split_width, float* scaled, float* sums,
                               std::int64_t sum_stride) {
   const formats::PageLayout& layout = run.layout;
@@ -307,12 +311,12 @@ HWY_INLINE void scale_weights(const CodeRun& run, const float* weights, std::int
 
 /// sums[r][4 quads' dims] += scaled[r] . codes, for quads U .. of eight.
 template <int bits, int R, int U = 0>
-HWY_INLINE void add_quads(const CodeRun& run, std::int64_t quad, std::int64_t n,
+HWY_INLINE void add_quads(const PageRun& run, std::int64_t quad, std::int64_t n,
                           const float* scaled, std::int64_t scaled_stride, float* sums,
                           std::int64_t sum_stride) {
   if constexpr (U < 8) {
     if (U >= n) return;
-    const std::int64_t lanes = run.layout.lanes();
+    const std::int64_t lanes = run.lanes;
     const std::int64_t run_words = run.layout.words() * lanes;
     const std::int64_t block_size = run.layout.shape.block_size;
     V sum[R][4];
@@ -325,6 +329,7 @@ HWY_INLINE void add_quads(const CodeRun& run, std::int64_t quad, std::int64_t n,
       const auto* words =
           reinterpret_cast<const std::uint32_t*>(run.pages[page].rows) + quad / 8 * bits * lanes;
       const float* weights = scaled + page * block_size;
+      run.pages[page].ahead.after(quad + U).step();
       for (std::int64_t t = 0; t < run.pages[page].n_rows; t += kLanes) {
         const VU codes = quad_of<bits, U>(words + t / lanes * run_words + t % lanes, lanes);
         const V dim0 = dim_of<0>(codes);
@@ -354,7 +359,7 @@ HWY_INLINE void add_quads(const CodeRun& run, std::int64_t quad, std::int64_t n,
 /// sums[r] += weights[r] . values of a run of pages. `scaled` has room for [R, groups,
 /// split_width].
 template <int bits, int R>
-HWY_INLINE void add_codes(const CodeRun& run, const float* weights, std::int64_t weight_stride,
+HWY_INLINE void add_codes(const PageRun& run, const float* weights, std::int64_t weight_stride,
                           std::int64_t split_width, float* scaled, float* sums,
                           std::int64_t sum_stride) {
   scale_weights<R>(run, weights, weight_stride, split_width, scaled, sums, sum_stride);

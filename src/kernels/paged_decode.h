@@ -7,10 +7,11 @@
 
 #include "kvpool/kernels/paged_attention.h"
 
-// Decode: attention of few queries over many pages. The work is cut into items (sequence, split,
-// kv head). An item attends all query rows of its head to the tokens of its split; what it finds is
-// a partial result: for each row the largest score, the sum of weights relative to it, and the
-// weighted sum of values. Then the partial results of each (sequence, head) are added in order.
+// Decode: attention of few queries over many pages. Tokens are cut into splits. All query rows of a
+// kv head attend to the tokens of a split, which gives a partial result: for each row the largest
+// score, the sum of weights relative to it, and the weighted sum of values. Then the partial
+// results of each (sequence, kv head) are added in order. An item of work is one split of a
+// sequence and some of its kv heads, whose bytes lie side by side in the split's pages.
 
 namespace kvpool::kernels {
 
@@ -25,12 +26,16 @@ constexpr std::int64_t paged_padded(std::int64_t n) noexcept {
 /// the threads.
 inline constexpr std::int64_t kSplitTokens = 256;
 
+/// Query rows of a (sequence, kv head) that are multiplied at once.
+inline constexpr std::int64_t kDecodeRows = 4;
+
 /// How the work is cut and where scratch lies; all counts are of numbers (4 bytes).
 struct DecodePlan {
   std::int64_t group;  // query heads of a kv head
   std::int64_t rows;   // query rows of a kv head: query i of its head g is row g * n_queries + i
   std::int64_t n_heads;
   std::int64_t block_size;
+  std::int64_t lanes;  // of pages of codes
   std::int64_t split_blocks;
   std::int64_t split;        // tokens
   std::int64_t split_width;  // padded
@@ -39,18 +44,21 @@ struct DecodePlan {
   std::int64_t key_groups;
   std::int64_t value_groups;
 
+  // Query rows of a (sequence, kv head), prepared once.
+  std::int64_t numbers;  // [rows, key_width]: times the scale
+  std::int64_t codes;    // [rows, key_width]: as integers, see paged_codes-inl.h
+  std::int64_t steps;    // [rows, key_groups]: of the integers
+  std::int64_t sums;     // [rows, key_groups]: of the numbers
+  std::int64_t queries_size;
+
   // A partial result: largest [rows], total [rows], sum [rows, value_width].
   std::int64_t partial_size;
 
-  // Of one worker's part.
-  std::int64_t queries;      // [rows, key_width]
-  std::int64_t codes;        // [2, rows, key_width / 4]: queries as integers, see paged_codes-inl.h
-  std::int64_t code_scales;  // [rows, key_groups]
-  std::int64_t query_sums;   // [rows, key_groups]
-  std::int64_t scores;       // [rows, split_width]
-  std::int64_t scaled;       // [4, value_groups, split_width]: weights times scales
-  std::int64_t tile;         // [16, the wider of both]: decoded rows
-  std::int64_t runs;         // split_blocks pointers and counts
+  // One worker's part.
+  std::int64_t scores;  // [rows, split_width]
+  std::int64_t scaled;  // [kDecodeRows, value_groups, split_width]: weights times scales
+  std::int64_t tile;    // [kPagedPadding, the wider of both]: decoded rows
+  std::int64_t runs;    // split_blocks of Run
   std::int64_t worker_size;
 
   explicit DecodePlan(const PagedAttentionParams& p) noexcept
@@ -58,6 +66,7 @@ struct DecodePlan {
         rows(group * p.n_queries),
         n_heads(p.keys.shape.n_heads),
         block_size(p.keys.shape.block_size),
+        lanes(formats::PageLayout{{}, p.keys.shape}.lanes()),
         split_blocks(std::max<std::int64_t>(1, kSplitTokens / block_size)),
         split(split_blocks * block_size),
         split_width(paged_padded(split)),
@@ -65,36 +74,38 @@ struct DecodePlan {
         value_width(paged_padded(p.values.shape.head_dim)),
         key_groups(formats::PageLayout{{}, p.keys.shape}.groups()),
         value_groups(formats::PageLayout{{}, p.values.shape}.groups()),
-        partial_size(paged_padded(2 * rows + rows * value_width)),
-        queries(0),
-        codes(queries + rows * key_width),
-        code_scales(codes + paged_padded(rows * key_width / 2)),
-        query_sums(code_scales + paged_padded(rows * key_groups)),
-        scores(query_sums + paged_padded(rows * key_groups)),
-        scaled(scores + rows * split_width),
-        tile(scaled + 4 * value_groups * split_width),
+        numbers(0),
+        codes(rows * key_width),
+        steps(codes + rows * key_width),
+        sums(steps + paged_padded(rows * key_groups)),
+        queries_size(sums + paged_padded(rows * key_groups)),
+        partial_size(paged_padded(2 * rows) + rows * value_width),
+        scores(0),
+        scaled(rows * split_width),
+        tile(scaled + kDecodeRows * value_groups * split_width),
         runs(tile + kPagedPadding * std::max(key_width, value_width)),
-        worker_size(runs + paged_padded(4 * split_blocks)) {}
+        worker_size(runs + paged_padded(kRunSize * split_blocks)) {}
 
   std::int64_t n_splits(std::int64_t n_tokens) const noexcept {
     return (n_tokens + split - 1) / split;
   }
 
-  // Scratch: first item of each sequence [batch + 1] (64-bit), partial results, workers' parts.
+  // Scratch: first split of each sequence [batch + 1] (64-bit), queries, partial results, workers'
+  // parts.
 
-  std::int64_t first_items_size(const PagedAttentionParams& p) const noexcept {
+  std::int64_t first_splits_size(const PagedAttentionParams& p) const noexcept {
     return paged_padded(2 * (p.batch + 1));
   }
-  std::int64_t n_items(const PagedAttentionParams& p) const noexcept {
-    std::int64_t n = 0;
-    for (std::int64_t b = 0; b < p.batch; ++b) n += n_splits(sequence_length(p, b)) * n_heads;
-    return n;
-  }
   std::size_t scratch_bytes(const PagedAttentionParams& p, std::int64_t n_workers) const noexcept {
+    std::int64_t n = 0;
+    for (std::int64_t b = 0; b < p.batch; ++b) n += n_splits(sequence_length(p, b));
     return sizeof(float) *
-           static_cast<std::size_t>(first_items_size(p) + n_items(p) * partial_size +
-                                    n_workers * worker_size);
+           static_cast<std::size_t>(first_splits_size(p) + p.batch * n_heads * queries_size +
+                                    n * n_heads * partial_size + n_workers * worker_size);
   }
+
+  /// Of a Run.
+  static constexpr std::int64_t kRunSize = 8;
 };
 
 std::size_t paged_decode_scratch_bytes(const PagedAttentionParams& params,

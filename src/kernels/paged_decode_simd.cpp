@@ -70,56 +70,100 @@ HWY_INLINE void with_bits(Format format, Function function) {
 template <class Dot>
 class Decode {
  public:
-  Decode(const PagedAttentionParams& params, std::byte* scratch) noexcept
-      : p_(params),
-        plan_(params),
-        first_items_(reinterpret_cast<std::int64_t*>(scratch)),
-        partials_(reinterpret_cast<float*>(scratch) + plan_.first_items_size(params)) {
+  Decode(const PagedAttentionParams& params, std::byte* scratch, std::int64_t n_workers) noexcept
+      : p_(params), plan_(params), n_workers_(n_workers) {
+    first_splits_ = reinterpret_cast<std::int64_t*>(scratch);
     std::int64_t n = 0;
     for (std::int64_t b = 0; b < p_.batch; ++b) {
-      first_items_[b] = n;
-      n += plan_.n_splits(sequence_length(p_, b)) * plan_.n_heads;
+      first_splits_[b] = n;
+      n += plan_.n_splits(sequence_length(p_, b));
     }
-    first_items_[p_.batch] = n;
-    workers_ = partials_ + n * plan_.partial_size;
+    first_splits_[p_.batch] = n;
+    queries_ = reinterpret_cast<float*>(scratch) + plan_.first_splits_size(p_);
+    partials_ = queries_ + n_heads() * plan_.queries_size;
+    workers_ = partials_ + n * plan_.n_heads * plan_.partial_size;
+    // Many heads to an item let each one's pages be fetched while the one before is computed, as
+    // long as there is work for all.
+    item_heads_ = plan_.n_heads;
+    while (item_heads_ > 1 && n * (plan_.n_heads / item_heads_) < 4 * n_workers && n_workers > 1) {
+      item_heads_ = (item_heads_ + 1) / 2;
+    }
+    for (const Format format : formats::kPageFormats) {
+      key_bytes_[static_cast<int>(format)] = PageLayout{format, p_.keys.shape}.head_bytes();
+      value_bytes_[static_cast<int>(format)] = PageLayout{format, p_.values.shape}.head_bytes();
+    }
   }
 
-  std::int64_t n_items() const { return first_items_[p_.batch]; }
+  /// Of (sequence, kv head).
   std::int64_t n_heads() const { return p_.batch * plan_.n_heads; }
+  std::int64_t n_items() const { return first_splits_[p_.batch] * items_of_split(); }
 
-  /// The partial result of an item: heads of a split lie side by side in its pages, so they follow
-  /// each other.
+  /// The query rows of (sequence, kv head) in fp32, times the scale, and as integers.
+  void prepare(std::int64_t which) const noexcept {
+    for (std::int64_t row = 0; row < plan_.rows; ++row) {
+      const std::int64_t h = which % plan_.n_heads * plan_.group + row / p_.n_queries;
+      const std::int64_t at = which / plan_.n_heads * p_.q_strides[0] + h * p_.q_strides[1] +
+                              row % p_.n_queries * p_.q_strides[2];
+      float* part = queries_ + which * plan_.queries_size;
+      float* numbers = part + plan_.numbers + row * plan_.key_width;
+      switch (p_.query_format) {
+        case Format::kFp32:
+          load_query<Fp32Rows>(at, numbers);
+          break;
+        case Format::kFp16:
+          load_query<Fp16Rows>(at, numbers);
+          break;
+        default:
+          load_query<Bf16Rows>(at, numbers);
+      }
+      prepare_query<Dot>(
+          code_query(which, row), p_.keys.shape.head_dim,
+          reinterpret_cast<std::uint32_t*>(part + plan_.codes) + row * plan_.key_width,
+          part + plan_.steps + row * plan_.key_groups, part + plan_.sums + row * plan_.key_groups);
+    }
+  }
+
+  /// The partial results of an item.
   void attend(std::int64_t item, std::int64_t worker) const noexcept {
+    const std::int64_t which = item / items_of_split();
     const std::int64_t b =
-        std::upper_bound(first_items_, first_items_ + p_.batch, item) - first_items_ - 1;
-    const std::int64_t in_sequence = item - first_items_[b];
-    const std::int64_t head = in_sequence % plan_.n_heads;
-    const std::int64_t start = in_sequence / plan_.n_heads * plan_.split;
+        std::upper_bound(first_splits_, first_splits_ + p_.batch, which) - first_splits_ - 1;
+    const std::int64_t start = (which - first_splits_[b]) * plan_.split;
     const std::int64_t n_tokens = sequence_length(p_, b);
-    const Split split = {
+    const std::int64_t head = item % items_of_split() * item_heads_;
+    const std::int64_t end_head = std::min(plan_.n_heads, head + item_heads_);
+    Split split = {
         b, head, start, std::max(start, visible(p_, n_tokens, 0).first),
         std::min({start + plan_.split, n_tokens, visible(p_, n_tokens, p_.n_queries - 1).last})};
-    float* partial = partials_ + item * plan_.partial_size;
-    if (split.first >= split.last) {
-      std::fill_n(partial, plan_.rows, kHidden);
-      std::fill_n(partial + plan_.rows, plan_.rows, 0.0f);
-      return;
+    for (; split.head < end_head; ++split.head) {
+      float* partial = partials_ + (which * plan_.n_heads + split.head) * plan_.partial_size;
+      if (split.first >= split.last) {
+        std::fill_n(partial, plan_.rows, kHidden);
+        std::fill_n(partial + plan_.rows, plan_.rows, 0.0f);
+        continue;
+      }
+      Split next = split;
+      ++next.head;
+      if (next.head == end_head) {  // a guess: the item that this worker gets next
+        next.head = head;
+        next.start = next.first = start + n_workers_ * plan_.split;
+        next.last = std::min(next.start + plan_.split, n_tokens);
+      }
+      float* scratch = workers_ + worker * plan_.worker_size;
+      score(split, scratch);
+      soften(split, n_tokens, scratch, partial);
+      add_values(split, next, scratch, partial + paged_padded(2 * plan_.rows));
     }
-    float* scratch = workers_ + worker * plan_.worker_size;
-    load_queries(split, scratch);
-    score(split, scratch);
-    soften(split, n_tokens, scratch, partial);
-    add_values(split, scratch, partial + 2 * plan_.rows);
   }
 
-  /// Adds the partial results of (sequence, head) in order, and writes its outputs.
+  /// Adds the partial results of (sequence, kv head) in order, and writes its outputs.
   void combine(std::int64_t which, std::int64_t worker) const noexcept {
     const std::int64_t b = which / plan_.n_heads;
     const std::int64_t head = which % plan_.n_heads;
     float* sum = workers_ + worker * plan_.worker_size + plan_.tile;
-    const float* first = partials_ + (first_items_[b] + head) * plan_.partial_size;
-    const float* last = partials_ + first_items_[b + 1] * plan_.partial_size;
     const std::int64_t step = plan_.n_heads * plan_.partial_size;
+    const float* first = partials_ + first_splits_[b] * step + head * plan_.partial_size;
+    const float* last = partials_ + first_splits_[b + 1] * step;
     for (std::int64_t row = 0; row < plan_.rows; ++row) {
       const std::int64_t h = head * plan_.group + row / p_.n_queries;
       float largest = p_.sinks == nullptr ? kHidden : p_.sinks[h];
@@ -133,13 +177,10 @@ class Decode {
         if (part_total == 0) continue;
         const float shrink = std::exp(part[row] - largest);
         total += shrink * part_total;
-        add_scaled(part + 2 * plan_.rows + row * plan_.value_width, shrink, sum);
+        add_scaled(part + paged_padded(2 * plan_.rows) + row * plan_.value_width, shrink, sum);
       }
-      const V inverse = hn::Set(D(), total == 0 ? 0.0f : 1 / total);
-      for (std::int64_t j = 0; j < plan_.value_width; j += kLanes) {
-        hn::StoreU(hn::Mul(inverse, hn::LoadU(D(), sum + j)), D(), sum + j);
-      }
-      write_output(p_, b, h, row % p_.n_queries, sum);
+      write(total == 0 ? 0.0f : 1 / total, sum,
+            b * p_.out_strides[0] + h * p_.out_strides[1] + row % p_.n_queries * p_.out_strides[2]);
     }
   }
 
@@ -162,23 +203,37 @@ class Decode {
     std::int64_t at;
   };
 
-  /// The n-th page that a split touches.
-  HWY_INLINE Piece piece(const Split& split, const PagedStream& stream, std::int64_t page) const {
-    const PageRef& ref = page_of(p_, stream, split.sequence, page);
-    const PageLayout layout{ref.format, stream.shape};
-    const std::int64_t token = page * plan_.block_size;
-    return {ref.data + split.head * layout.head_bytes(), layout,
-            std::max<std::int64_t>(0, split.first - token),
-            std::min(plan_.block_size, split.last - token), token - split.start};
-  }
+  std::int64_t items_of_split() const { return (plan_.n_heads + item_heads_ - 1) / item_heads_; }
+
   std::int64_t first_page(const Split& split) const { return split.first / plan_.block_size; }
   std::int64_t end_page(const Split& split) const {
     return (split.last + plan_.block_size - 1) / plan_.block_size;
   }
+  HWY_INLINE Piece piece(const Split& split, const PagedStream& stream,
+                         const std::int64_t (&head_bytes)[8], std::int64_t page) const {
+    const PageRef& ref = page_of(p_, stream, split.sequence, page);
+    const std::int64_t token = page * plan_.block_size;
+    return {ref.data + split.head * head_bytes[static_cast<int>(ref.format)],
+            {ref.format, stream.shape},
+            std::max<std::int64_t>(0, split.first - token),
+            std::min(plan_.block_size, split.last - token),
+            token - split.start};
+  }
+  HWY_INLINE Piece keys(const Split& split, std::int64_t page) const {
+    return piece(split, p_.keys, key_bytes_, page);
+  }
+  HWY_INLINE Piece values(const Split& split, std::int64_t page) const {
+    return piece(split, p_.values, value_bytes_, page);
+  }
+  /// The bytes of a page's head in `steps` steps.
+  HWY_INLINE Ahead ahead(const Piece& piece, const std::int64_t (&head_bytes)[8],
+                         std::int64_t steps) const {
+    return Ahead::over(piece.head, head_bytes[static_cast<int>(piece.layout.format)], steps);
+  }
 
   /// Rows of floats that are read where they lie: no vector runs past a row's end.
-  static bool in_place(const PageLayout& layout) {
-    if (layout.coded()) return layout.lanes() % kLanes == 0;
+  bool in_place(const PageLayout& layout) const {
+    if (layout.coded()) return plan_.lanes % kLanes == 0;
     return layout.shape.head_dim % kLanes == 0;
   }
 
@@ -188,6 +243,29 @@ class Decode {
       hn::StoreU(hn::MulAdd(scale, hn::LoadU(D(), from + j), hn::LoadU(D(), sum + j)), D(),
                  sum + j);
     }
+  }
+
+  /// output[at ..] = factor * sum
+  void write(float factor, const float* sum, std::int64_t at) const {
+    switch (p_.query_format) {
+      case Format::kFp32:
+        return write_as<Fp32Rows>(factor, sum, at);
+      case Format::kFp16:
+        return write_as<Fp16Rows>(factor, sum, at);
+      default:
+        return write_as<Bf16Rows>(factor, sum, at);
+    }
+  }
+  template <class Rows>
+  HWY_INLINE void write_as(float factor, const float* sum, std::int64_t at) const {
+    const std::int64_t dim = p_.values.shape.head_dim;
+    auto* to = static_cast<typename Rows::Number*>(p_.output) + at;
+    const V scale = hn::Set(D(), factor);
+    std::int64_t j = 0;
+    for (; j + kLanes <= dim; j += kLanes) {
+      Rows::store(hn::Mul(scale, hn::LoadU(D(), sum + j)), to + j);
+    }
+    for (; j < dim; ++j) write_float(p_.query_format, p_.output, at + j, factor * sum[j]);
   }
 
   template <class Rows>
@@ -203,118 +281,98 @@ class Decode {
     }
   }
 
-  /// The head's query rows in fp32, times the scale, and as integers.
-  void load_queries(const Split& split, float* scratch) const {
-    for (std::int64_t row = 0; row < plan_.rows; ++row) {
-      const std::int64_t h = split.head * plan_.group + row / p_.n_queries;
-      const std::int64_t at = split.sequence * p_.q_strides[0] + h * p_.q_strides[1] +
-                              row % p_.n_queries * p_.q_strides[2];
-      float* to = scratch + plan_.queries + row * plan_.key_width;
-      switch (p_.query_format) {
-        case Format::kFp32:
-          load_query<Fp32Rows>(at, to);
-          break;
-        case Format::kFp16:
-          load_query<Fp16Rows>(at, to);
-          break;
-        default:
-          load_query<Bf16Rows>(at, to);
-      }
-    }
-    if (!any_coded(split, p_.keys)) return;
-    for (std::int64_t row = 0; row < plan_.rows; ++row) {
-      const CodeQuery query = code_query(scratch, row);
-      prepare_query<Dot>(query.numbers, (p_.keys.shape.head_dim + 3) / 4,
-                         const_cast<std::uint32_t*>(query.a), const_cast<std::uint32_t*>(query.b),
-                         const_cast<float*>(query.steps), const_cast<float*>(query.sums));
-    }
+  HWY_INLINE CodeQuery code_query(std::int64_t which, std::int64_t row) const {
+    const float* part = queries_ + which * plan_.queries_size;
+    return {part + plan_.numbers + row * plan_.key_width,
+            reinterpret_cast<const std::uint32_t*>(part + plan_.codes) + row * plan_.key_width,
+            part + plan_.steps + row * plan_.key_groups, part + plan_.sums + row * plan_.key_groups,
+            plan_.key_width / 4};
+  }
+  std::int64_t which(const Split& split) const {
+    return split.sequence * plan_.n_heads + split.head;
   }
 
-  bool any_coded(const Split& split, const PagedStream& stream) const {
-    for (std::int64_t page = first_page(split); page < end_page(split); ++page) {
-      const Format format = page_of(p_, stream, split.sequence, page).format;
-      if (formats::traits(format).kind == formats::Kind::kCode) return true;
-    }
-    return false;
-  }
-
-  HWY_INLINE CodeQuery code_query(const float* scratch, std::int64_t row) const {
-    const auto* codes = reinterpret_cast<const std::uint32_t*>(scratch + plan_.codes);
-    const std::int64_t quads = plan_.key_width / 4;
-    return {codes + row * quads, codes + (plan_.rows + row) * quads,
-            scratch + plan_.code_scales + row * plan_.key_groups,
-            scratch + plan_.query_sums + row * plan_.key_groups,
-            scratch + plan_.queries + row * plan_.key_width};
-  }
-
-  /// scores[row][token - start] for the tokens of the split.
+  /// scores[row][token - start] for the tokens of the split. Meanwhile its values are fetched.
   void score(const Split& split, float* scratch) const {
     for (std::int64_t page = first_page(split); page < end_page(split); ++page) {
-      const Piece keys = piece(split, p_.keys, page);
-      if (!in_place(keys.layout)) {
-        score_decoded(keys, scratch);
-      } else if (keys.layout.format == Format::kFp32) {
-        score_rows_of<Fp32Rows>(keys.head, p_.keys.shape.head_dim, keys, scratch);
-      } else if (keys.layout.format == Format::kFp16) {
-        score_rows_of<Fp16Rows>(keys.head, p_.keys.shape.head_dim, keys, scratch);
-      } else if (keys.layout.format == Format::kBf16) {
-        score_rows_of<Bf16Rows>(keys.head, p_.keys.shape.head_dim, keys, scratch);
-      } else {
-        with_bits(keys.layout.format,
-                  [&]<int bits>() HWY_ATTR { score_page<bits>(keys, scratch); });
+      const Piece part = keys(split, page);
+      const Piece soon = values(split, page);
+      if (!in_place(part.layout)) {
+        score_decoded(split, part, scratch);
+        continue;
+      }
+      const std::int64_t width = p_.keys.shape.head_dim;
+      switch (part.layout.format) {
+        case Format::kFp32:
+          score_rows_of<Fp32Rows>(split, part, soon, width, scratch);
+          break;
+        case Format::kFp16:
+          score_rows_of<Fp16Rows>(split, part, soon, width, scratch);
+          break;
+        case Format::kBf16:
+          score_rows_of<Bf16Rows>(split, part, soon, width, scratch);
+          break;
+        default:
+          with_bits(part.layout.format,
+                    [&]<int bits>() HWY_ATTR { score_page<bits>(split, part, soon, scratch); });
       }
     }
   }
 
-  /// `rows` is the page's token 0.
+  /// part.head is the rows' token 0.
   template <class Rows>
-  void score_rows_of(const std::byte* rows, std::int64_t width, const Piece& keys,
+  void score_rows_of(const Split& split, const Piece& part, const Piece& soon, std::int64_t width,
                      float* scratch) const {
-    const auto* first = reinterpret_cast<const typename Rows::Number*>(rows) + keys.first * width;
-    for (std::int64_t r = 0; r < plan_.rows; r += 4) {
+    const auto* rows =
+        reinterpret_cast<const typename Rows::Number*>(part.head) + part.first * width;
+    const std::int64_t count = part.last - part.first;
+    Ahead fetch = ahead(soon, value_bytes_, std::max<std::int64_t>(1, count / kTileTokens));
+    for (std::int64_t r = 0; r < plan_.rows; r += kDecodeRows) {
       with_rows(plan_.rows - r, [&]<int R>() HWY_ATTR {
-        score_rows<Rows, R>(scratch + plan_.queries + r * plan_.key_width, plan_.key_width, first,
-                            width, width, keys.last - keys.first,
-                            scratch + plan_.scores + r * plan_.split_width + keys.at + keys.first,
+        score_rows<Rows, R>(code_query(which(split), r).numbers, plan_.key_width, rows, width,
+                            width, count, fetch,
+                            scratch + plan_.scores + r * plan_.split_width + part.at + part.first,
                             plan_.split_width);
       });
+      fetch = {};
     }
   }
 
   template <int bits>
-  void score_page(const Piece& keys, float* scratch) const {
-    for (std::int64_t r = 0; r < plan_.rows; r += 4) {
+  void score_page(const Split& split, const Piece& part, const Piece& soon, float* scratch) const {
+    const std::int64_t vectors = (part.last - part.first / kLanes * kLanes + kLanes - 1) / kLanes;
+    Ahead fetch = ahead(soon, value_bytes_, vectors * ((p_.keys.shape.head_dim + 31) / 32));
+    for (std::int64_t r = 0; r < plan_.rows; r += kDecodeRows) {
       with_rows(plan_.rows - r, [&]<int R>() HWY_ATTR {
         CodeQuery queries[R];
-        for (int i = 0; i < R; ++i) queries[i] = code_query(scratch, r + i);
-        score_codes<Dot, bits, R>(queries, keys.head, keys.layout, keys.first, keys.last,
-                                  scratch + plan_.scores + r * plan_.split_width + keys.at,
-                                  plan_.split_width);
+        for (int i = 0; i < R; ++i) queries[i] = code_query(which(split), r + i);
+        score_codes<Dot, bits, R>(
+            queries, part.head, part.layout, plan_.lanes, part.first, part.last, fetch,
+            scratch + plan_.scores + r * plan_.split_width + part.at, plan_.split_width);
       });
+      fetch = {};
     }
   }
 
   /// Decodes tokens to rows of fp32, at most kPagedPadding of them, and returns the rows.
-  const float* decode_tile(const Piece& piece, std::int64_t first, std::int64_t count,
+  const float* decode_tile(const Piece& part, std::int64_t first, std::int64_t count,
                            std::int64_t width, float* scratch) const {
     float* tile = scratch + plan_.tile;
-    const std::int64_t dim = piece.layout.shape.head_dim;
-    decode_head(piece.layout, piece.head, 0, first, count, tile, width);
+    const std::int64_t dim = part.layout.shape.head_dim;
+    decode_head(part.layout, part.head, 0, first, count, tile, width);
     for (std::int64_t t = 0; t < count; ++t) {
       std::fill(tile + t * width + dim, tile + (t + 1) * width, 0.0f);
     }
     return tile;
   }
 
-  void score_decoded(const Piece& keys, float* scratch) const {
-    for (std::int64_t first = keys.first; first < keys.last; first += kPagedPadding) {
-      Piece part = keys;
-      part.first = 0;
-      part.last = std::min(kPagedPadding, keys.last - first);
-      part.at = keys.at + first;
-      const float* tile = decode_tile(keys, first, part.last, plan_.key_width, scratch);
-      score_rows_of<Fp32Rows>(reinterpret_cast<const std::byte*>(tile), plan_.key_width, part,
-                              scratch);
+  void score_decoded(const Split& split, const Piece& part, float* scratch) const {
+    for (std::int64_t first = part.first; first < part.last; first += kPagedPadding) {
+      const std::int64_t count = std::min(kPagedPadding, part.last - first);
+      const float* tile = decode_tile(part, first, count, plan_.key_width, scratch);
+      score_rows_of<Fp32Rows>(
+          split, {reinterpret_cast<const std::byte*>(tile), part.layout, 0, count, part.at + first},
+          {nullptr, part.layout, 0, 0, 0}, plan_.key_width, scratch);
     }
   }
 
@@ -358,41 +416,56 @@ class Decode {
     return hn::GetLane(hn::SumOfLanes(D(), sum));
   }
 
-  /// sums[row] = weights[row] . values.
-  void add_values(const Split& split, float* scratch, float* sums) const {
+  /// sums[row] = weights[row] . values. Meanwhile the keys of `next` are fetched.
+  void add_values(const Split& split, const Split& next, float* scratch, float* sums) const {
     std::fill_n(sums, plan_.rows * plan_.value_width, 0.0f);
-    auto* run = reinterpret_cast<Run*>(scratch + plan_.runs);
+    auto* pages = reinterpret_cast<Run*>(scratch + plan_.runs);
+    const std::int64_t begin = first_page(split);
     const std::int64_t end = end_page(split);
-    for (std::int64_t page = first_page(split); page < end;) {
-      const Piece values = piece(split, p_.values, page);
-      if (!in_place(values.layout)) {
-        add_decoded(values, scratch, sums);
+    for (std::int64_t page = begin; page < end;) {
+      const Piece first = values(split, page);
+      if (!in_place(first.layout)) {
+        add_decoded(first, scratch, sums);
         ++page;
         continue;
       }
       // Pages of one format go together, so that sums stay in registers.
       std::int64_t n = 0;
       for (; page + n < end; ++n) {
-        const Piece next = piece(split, p_.values, page + n);
-        if (next.layout.format != values.layout.format) break;
-        run[n] = {next.head, next.last};
+        const Piece part = values(split, page + n);
+        if (part.layout.format != first.layout.format) break;
+        const std::int64_t soon = first_page(next) + page + n - begin;
+        const bool there = soon < end_page(next);
+        pages[n] = {part.head, part.last,
+                    there ? ahead(keys(next, soon), key_bytes_, steps(part)) : Ahead{}};
       }
-      add_run(values, {run, n, values.layout}, scratch, sums);
+      add_run(first, {pages, n, first.layout, plan_.lanes}, scratch, sums);
       page += n;
     }
   }
 
+  /// Steps of a page's Run.
+  std::int64_t steps(const Piece& part) const {
+    if (part.layout.coded()) return (part.layout.shape.head_dim + 3) / 4;
+    const std::int64_t columns = kTileColumns * kLanes;
+    return (part.last - part.first) * ((part.layout.shape.head_dim + columns - 1) / columns);
+  }
+
+  static void fetch_no_more(const PageRun& run) {
+    for (std::int64_t i = 0; i < run.n_pages; ++i) run.pages[i].ahead = {};
+  }
+
   /// `first` is the first of the run's pages.
-  void add_run(const Piece& first, const CodeRun& run, float* scratch, float* sums) const {
-    const std::int64_t dim = first.layout.shape.head_dim;
+  void add_run(const Piece& first, const PageRun& run, float* scratch, float* sums) const {
     const float* weights = scratch + plan_.scores + first.at;
+    const std::int64_t width = first.layout.shape.head_dim;
     switch (first.layout.format) {
       case Format::kFp32:
-        return add_rows_of<Fp32Rows>(first, run, weights, dim, sums);
+        return add_rows_of<Fp32Rows>(first, run, weights, width, sums);
       case Format::kFp16:
-        return add_rows_of<Fp16Rows>(first, run, weights, dim, sums);
+        return add_rows_of<Fp16Rows>(first, run, weights, width, sums);
       case Format::kBf16:
-        return add_rows_of<Bf16Rows>(first, run, weights, dim, sums);
+        return add_rows_of<Bf16Rows>(first, run, weights, width, sums);
       default:
         break;
     }
@@ -403,59 +476,69 @@ class Decode {
                              plan_.split_width, scratch + plan_.scaled,
                              sums + r * plan_.value_width, plan_.value_width);
         });
+        fetch_no_more(run);
       }
     });
   }
 
+  /// `weights` is the first page's token 0.
   template <class Rows>
-  void add_rows_of(const Piece& first, const CodeRun& run, const float* weights, std::int64_t width,
+  void add_rows_of(const Piece& first, const PageRun& run, const float* weights, std::int64_t width,
                    float* sums) const {
     // The first page may begin behind its first token.
-    auto* pages = const_cast<Run*>(run.pages);
-    pages[0].rows += first.first * width * static_cast<std::int64_t>(sizeof(typename Rows::Number));
-    pages[0].n_rows -= first.first;
-    for (std::int64_t r = 0; r < plan_.rows; r += 4) {
+    run.pages[0].rows +=
+        first.first * width * static_cast<std::int64_t>(sizeof(typename Rows::Number));
+    run.pages[0].n_rows -= first.first;
+    for (std::int64_t r = 0; r < plan_.rows; r += kDecodeRows) {
       with_rows(plan_.rows - r, [&]<int R>() HWY_ATTR {
-        add_rows<Rows, R>(weights + first.first + r * plan_.split_width, plan_.split_width, pages,
-                          run.n_pages, width, width, sums + r * plan_.value_width,
+        add_rows<Rows, R>(weights + first.first + r * plan_.split_width, plan_.split_width,
+                          run.pages, run.n_pages, width, width, sums + r * plan_.value_width,
                           plan_.value_width);
       });
+      fetch_no_more(run);
     }
   }
 
-  void add_decoded(const Piece& values, float* scratch, float* sums) const {
-    for (std::int64_t first = values.first; first < values.last; first += kPagedPadding) {
-      const std::int64_t count = std::min(kPagedPadding, values.last - first);
-      const float* tile = decode_tile(values, first, count, plan_.value_width, scratch);
-      Run run = {reinterpret_cast<const std::byte*>(tile), count};
-      Piece part = values;
-      part.first = 0;
-      add_rows_of<Fp32Rows>(part, {&run, 1, {}}, scratch + plan_.scores + values.at + first,
-                            plan_.value_width, sums);
+  void add_decoded(const Piece& part, float* scratch, float* sums) const {
+    for (std::int64_t first = part.first; first < part.last; first += kPagedPadding) {
+      const std::int64_t count = std::min(kPagedPadding, part.last - first);
+      const float* tile = decode_tile(part, first, count, plan_.value_width, scratch);
+      Run rows = {reinterpret_cast<const std::byte*>(tile), count, {}};
+      const Piece all = {part.head, part.layout, 0, count, 0};
+      add_rows_of<Fp32Rows>(all, {&rows, 1, part.layout, plan_.lanes},
+                            scratch + plan_.scores + part.at + first, plan_.value_width, sums);
     }
   }
 
   const PagedAttentionParams& p_;
   const DecodePlan plan_;
-  std::int64_t* first_items_;
+  const std::int64_t n_workers_;
+  std::int64_t item_heads_;
+  std::int64_t key_bytes_[8] = {};  // of a head, by format
+  std::int64_t value_bytes_[8] = {};
+  std::int64_t* first_splits_;
+  float* queries_;
   float* partials_;
-  float* workers_ = nullptr;
+  float* workers_;
 };
+
+/// Calls work(i, worker) for each i below n, in order where there are no workers to share it.
+template <class Work>
+void share(WorkerPool* workers, std::int64_t n, const Work& work) {
+  if (workers != nullptr) return workers->run(n, work);
+  for (std::int64_t i = 0; i < n; ++i) work(i, 0);
+}
 
 template <class Dot>
 void run(const PagedAttentionParams& params, std::byte* scratch, WorkerPool* workers) noexcept {
-  const Decode<Dot> decode(params, scratch);
-  const auto attend = [&](std::int64_t item, int worker) noexcept { decode.attend(item, worker); };
-  const auto combine = [&](std::int64_t item, int worker) noexcept {
-    decode.combine(item, worker);
-  };
-  if (workers == nullptr) {
-    for (std::int64_t item = 0; item < decode.n_items(); ++item) attend(item, 0);
-    for (std::int64_t item = 0; item < decode.n_heads(); ++item) combine(item, 0);
-    return;
-  }
-  workers->run(decode.n_items(), attend);
-  workers->run(decode.n_heads(), combine);
+  const Decode<Dot> decode(params, scratch, workers == nullptr ? 1 : workers->n_threads());
+  // Few of them cost less than waking anybody.
+  share(decode.n_heads() < 32 ? nullptr : workers, decode.n_heads(),
+        [&](std::int64_t i, int) noexcept { decode.prepare(i); });
+  share(workers, decode.n_items(),
+        [&](std::int64_t i, int worker) noexcept { decode.attend(i, worker); });
+  share(workers, decode.n_heads(),
+        [&](std::int64_t i, int worker) noexcept { decode.combine(i, worker); });
 }
 
 #if HWY_ARCH_X86

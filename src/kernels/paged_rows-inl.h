@@ -40,6 +40,7 @@ inline constexpr int kTileColumns = 4;
 struct Fp32Rows {
   using Number = float;
   static HWY_INLINE V load(const Number* p) { return hn::LoadU(D(), p); }
+  static HWY_INLINE void store(V v, Number* p) { hn::StoreU(v, D(), p); }
 };
 
 struct Fp16Rows {
@@ -48,6 +49,10 @@ struct Fp16Rows {
     const hn::Rebind<hwy::float16_t, D> narrow;
     return hn::PromoteTo(D(), hn::LoadU(narrow, reinterpret_cast<const hwy::float16_t*>(p)));
   }
+  static HWY_INLINE void store(V v, Number* p) {
+    const hn::Rebind<hwy::float16_t, D> narrow;
+    hn::StoreU(hn::DemoteTo(narrow, v), narrow, reinterpret_cast<hwy::float16_t*>(p));
+  }
 };
 
 struct Bf16Rows {
@@ -55,6 +60,38 @@ struct Bf16Rows {
   static HWY_INLINE V load(const Number* p) {
     const hn::Rebind<hwy::bfloat16_t, D> narrow;
     return hn::PromoteTo(D(), hn::LoadU(narrow, reinterpret_cast<const hwy::bfloat16_t*>(p)));
+  }
+  /// To nearest, ties to even, a NaN quieted: as float_to_bfloat16.
+  static HWY_INLINE void store(V v, Number* p) {
+    const hn::RebindToUnsigned<D> words;
+    const hn::RebindToSigned<D> signed_words;
+    const hn::Rebind<std::uint16_t, D> narrow;
+    const auto bits = hn::BitCast(words, v);
+    const auto upper = hn::ShiftRight<16>(bits);
+    const auto odd = hn::And(upper, hn::Set(words, 1));
+    const auto rounded = hn::ShiftRight<16>(hn::Add(bits, hn::Add(odd, hn::Set(words, 0x7fff))));
+    const auto nan = hn::RebindMask(words, hn::Ne(v, v));
+    const auto kept = hn::IfThenElse(nan, hn::Or(upper, hn::Set(words, 0x40)), rounded);
+    hn::StoreU(hn::DemoteTo(narrow, hn::BitCast(signed_words, kept)), narrow, p);
+  }
+};
+
+/// Memory that is wanted soon, fetched into the second-level cache bit by bit while something else
+/// is computed: each step fetches `bytes` more.
+struct Ahead {
+  const std::byte* at;
+  std::int64_t bytes;
+
+  /// Covers `size` bytes in `steps` steps.
+  static Ahead over(const std::byte* data, std::int64_t size, std::int64_t steps) {
+    if (data == nullptr) return {nullptr, 0};
+    return {data, (size / 64 + steps - 1) / steps * 64};
+  }
+  Ahead after(std::int64_t steps) const { return {at + steps * bytes, bytes}; }
+
+  HWY_INLINE void step() {
+    for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+    at += bytes;
   }
 };
 
@@ -123,10 +160,11 @@ HWY_INLINE void score_tile(const float* HWY_RESTRICT queries, std::int64_t query
 template <class Rows, int R>
 HWY_INLINE void score_rows(const float* queries, std::int64_t query_stride,
                            const typename Rows::Number* rows, std::int64_t row_stride,
-                           std::int64_t width, std::int64_t n_rows, float* scores,
+                           std::int64_t width, std::int64_t n_rows, Ahead ahead, float* scores,
                            std::int64_t score_stride) {
   std::int64_t t = 0;
   for (; t + kTileTokens <= n_rows; t += kTileTokens) {
+    ahead.step();
     score_tile<Rows, R, kTileTokens>(queries, query_stride, rows + t * row_stride, row_stride,
                                      width, scores + t, score_stride);
   }
@@ -136,10 +174,11 @@ HWY_INLINE void score_rows(const float* queries, std::int64_t query_stride,
   }
 }
 
-/// Rows of values that lie one after the other.
+/// Tokens of a page of values.
 struct Run {
-  const std::byte* rows;
+  const std::byte* rows;  // of pages of codes: the head
   std::int64_t n_rows;
+  Ahead ahead;  // to fetch meanwhile: a step for each row and tile of columns (or quad of codes)
 };
 
 /// sums[r] += weights[r] . rows, for R rows of weights and C vectors of columns.
@@ -156,8 +195,10 @@ HWY_INLINE void add_tile(const float* weights, std::int64_t weight_stride, const
     }
   }
   for (std::int64_t i = 0; i < n_runs; ++i) {
+    Ahead ahead = runs[i].ahead.after(column / (kTileColumns * kLanes) * runs[i].n_rows);
     const auto* row = reinterpret_cast<const typename Rows::Number*>(runs[i].rows) + column;
     for (std::int64_t t = 0; t < runs[i].n_rows; ++t, row += row_stride, ++weights) {
+      ahead.step();
       V value[C];
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) value[c] = Rows::load(row + c * kLanes);

@@ -14,7 +14,9 @@
 
 namespace kvpool::kernels {
 
-static void PrintTo(const PagedAttentionKernel& kernel, std::ostream* out) { *out << kernel.target; }
+static void PrintTo(const PagedAttentionKernel& kernel, std::ostream* out) {
+  *out << kernel.target;
+}
 
 namespace {
 
