@@ -9,6 +9,7 @@
 
 #include "kvpool/base/error.h"
 #include "kvpool/base/half.h"
+#include "kvpool/formats/page_codes.h"
 #include "kvpool/formats/rows.h"
 
 namespace kvpool::formats {
@@ -16,7 +17,6 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "words of codes are little endian");
 
-constexpr std::uint16_t kHalfNan = 0x7e00;
 constexpr std::uint16_t kLargestHalf = 0x7bff;
 
 /// The largest half <= value, -65504 at least.
@@ -32,93 +32,34 @@ std::uint16_t half_below(float value) noexcept {
   return bits == 0xfc00 ? 0xfbff : bits;
 }
 
-struct GroupScale {
-  std::uint16_t scale;
-  std::uint16_t minimum;
-};
-
-/// A group's grid: the minimum is rounded down and the scale so that the largest number is at most
-/// half a step past the last code.
-GroupScale group_scale(const float* numbers, std::int64_t n, std::uint32_t max_code) noexcept {
-  float smallest = numbers[0];
-  float largest = numbers[0];
-  bool finite = true;
-  for (std::int64_t i = 0; i < n; ++i) {
-    finite = finite && std::isfinite(numbers[i]);
-    smallest = std::min(smallest, numbers[i]);
-    largest = std::max(largest, numbers[i]);
-  }
-  if (!finite) return {0, kHalfNan};
-  const std::uint16_t minimum = half_below(smallest);
-  const float steps = static_cast<float>(max_code);
-  const float range = largest - half_to_float(minimum);
-  std::uint16_t scale = std::min(float_to_half(range / steps), kLargestHalf);
-  if (half_to_float(scale) * (steps + 0.5f) < range && scale < kLargestHalf) ++scale;
-  return {scale, minimum};
-}
-
 template <int bits>
-void put_code(std::uint32_t* words, std::int64_t dim, std::uint32_t code) noexcept {
-  const std::int64_t k = dim / 4;
-  const std::int64_t byte = 8 * (dim % 4);
-  if constexpr (bits == 3) {
-    words[k / 8 * 3 + k % 8 / 4] |= (code & 3) << (byte + 2 * (k % 4));
-    words[k / 8 * 3 + 2] |= (code >> 2) << (byte + k % 8);
-  } else {
-    constexpr std::int64_t kQuads = 8 / bits;
-    words[k / kQuads] |= code << (byte + bits * (k % kQuads));
-  }
-}
-
-/// Words of a whole group; groups start on words of every format.
-template <int bits>
-constexpr std::int64_t kGroupWords = kPageGroup * bits / 32;
-
-/// Where the words, scale and minimum of a token's group lie.
-template <class Byte>
-struct Place {
-  Byte* words;
-  std::int64_t word_stride;  // in bytes
-  std::int64_t n_words;
-  Byte* scale;
-  Byte* minimum;
-
-  Place(const PageLayout& layout, Byte* head, std::int64_t token, std::int64_t group) noexcept {
-    const std::int64_t lanes = layout.lanes();
-    const std::int64_t per_group = kPageGroup * traits(layout.format).bits / 32;
-    const std::int64_t first = group * per_group;
-    words = head + ((token / lanes * layout.words() + first) * lanes + token % lanes) * 4;
-    word_stride = lanes * 4;
-    n_words = std::min(per_group, layout.words() - first);
-    const std::int64_t at = (group * layout.shape.block_size + token) * 2;
-    scale = head + layout.scales_offset() + at;
-    minimum = head + layout.minimums_offset() + at;
-  }
-};
-
-template <int bits>
-void encode(const Place<std::byte>& place, const float* numbers, std::int64_t n) noexcept {
+void encode(const GroupPlace<std::byte>& place, const float* numbers, std::int64_t n) noexcept {
   constexpr std::uint32_t kMaxCode = (1u << bits) - 1;
-  const GroupScale grid = group_scale(numbers, n, kMaxCode);
+  const auto [smallest, largest] = std::minmax_element(numbers, numbers + n);
+  const bool finite =
+      std::all_of(numbers, numbers + n, [](float number) { return std::isfinite(number); });
+  const GroupGrid grid = finite ? group_grid(*smallest, *largest, kMaxCode) : kNanGrid;
   std::memcpy(place.scale, &grid.scale, 2);
   std::memcpy(place.minimum, &grid.minimum, 2);
   const float scale = half_to_float(grid.scale);
   const float inverse = scale > 0 ? 1 / scale : 0;
   const float minimum = half_to_float(grid.minimum);
-  std::uint32_t words[kGroupWords<bits>] = {};
+  std::uint32_t quads[kPageGroup / 4] = {};
   for (std::int64_t i = 0; i < n; ++i) {
     const float code = (numbers[i] - minimum) * inverse + 0.5f;
     // Written so that a NaN, in a group that is NaN anyway, becomes code 0.
     const float kept = code > 0 ? std::min(code, static_cast<float>(kMaxCode)) : 0.0f;
-    put_code<bits>(words, i, static_cast<std::uint32_t>(kept));
+    quads[i / 4] |= static_cast<std::uint32_t>(kept) << (8 * (i % 4));
   }
+  std::uint32_t words[kGroupWords<bits>];
+  pack_quads<bits>(quads, words);
   for (std::int64_t w = 0; w < place.n_words; ++w) {
     std::memcpy(place.words + w * place.word_stride, &words[w], 4);
   }
 }
 
 template <int bits>
-void decode(const Place<const std::byte>& place, float* numbers, std::int64_t n) noexcept {
+void decode(const GroupPlace<const std::byte>& place, float* numbers, std::int64_t n) noexcept {
   std::uint16_t scale_bits;
   std::uint16_t minimum_bits;
   std::memcpy(&scale_bits, place.scale, 2);
@@ -146,6 +87,15 @@ Byte* float_group(const PageLayout& layout, Byte* head, std::int64_t token,
 }
 
 }  // namespace
+
+GroupGrid group_grid(float smallest, float largest, std::uint32_t max_code) noexcept {
+  const std::uint16_t minimum = half_below(smallest);
+  const auto steps = static_cast<float>(max_code);
+  const float range = largest - half_to_float(minimum);
+  std::uint16_t scale = std::min(float_to_half(range / steps), kLargestHalf);
+  if (half_to_float(scale) * (steps + 0.5f) < range && scale < kLargestHalf) ++scale;
+  return {scale, minimum};
+}
 
 void check_page(std::string_view call, const PageLayout& layout) {
   const auto refuse = [&](const std::string& what) {

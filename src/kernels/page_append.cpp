@@ -2,10 +2,21 @@
 
 #include <vector>
 
+#if KVPOOL_HAVE_HIGHWAY
+#include "page_append_simd.h"
+#endif
+
 namespace kvpool::kernels {
 
 std::span<const PageKernels> all_page_kernels() {
-  static const std::vector<PageKernels> kernels = {scalar_page_kernels()};
+  static const std::vector<PageKernels> kernels = [] {
+    std::vector<PageKernels> list;
+#if KVPOOL_HAVE_HIGHWAY
+    list = simd_page_kernels();
+#endif
+    list.push_back(scalar_page_kernels());
+    return list;
+  }();
   return kernels;
 }
 

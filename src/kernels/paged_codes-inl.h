@@ -31,8 +31,8 @@ using VU = hn::Vec<DU>;
 
 inline constexpr std::int64_t kGroupQuads = formats::kPageGroup / 4;
 
-// Query rows in flight while values are added up: four sums each.
-inline constexpr int kCodeRows = kTileColumns;
+// Dims of values in flight beside up to four query rows: as many sums as in rows of floats.
+inline constexpr int kCodeDims = kTileColumns;
 
 /// A query row for pages of codes. Over a group of 64 dims
 ///   <q, key> = minimum * sum(q) + scale * <q, codes>,
@@ -143,8 +143,8 @@ struct FloatDot {
 
 /// Fills a query's codes, steps and sums; it has `dims` numbers.
 template <class Dot>
-HWY_INLINE void prepare_query(const CodeQuery& query, std::int64_t dims, std::uint32_t* codes,
-                              float* steps, float* sums) {
+void prepare_query(const CodeQuery& query, std::int64_t dims, std::uint32_t* codes, float* steps,
+                   float* sums) {
   for (std::int64_t first = 0, g = 0; first < dims; first += formats::kPageGroup, ++g) {
     const std::int64_t last = std::min(dims, first + formats::kPageGroup);
     V sum = hn::Zero(D());
@@ -211,17 +211,23 @@ HWY_INLINE void dot_quads(const std::uint32_t* words, std::int64_t lanes, std::i
   }
 }
 
+/// Where the words of token t begin; `lanes` is a power of two, and a division would cost more than
+/// all the rest of a vector's work.
+HWY_INLINE std::int64_t first_word(std::int64_t t, std::int64_t lanes, std::int64_t n_words) {
+  const std::int64_t in_run = t & (lanes - 1);
+  return (t - in_run) * n_words + in_run;
+}
+
 HWY_INLINE V load_halves(const std::byte* at) {
-  return Fp16Rows::load(reinterpret_cast<const std::uint16_t*>(at));
+  return Fp16Lanes::load(D(), reinterpret_cast<const std::uint16_t*>(at));
 }
 
 /// scores[r][t] for the tokens of whole vectors that cover first .. last of a page's head; what it
 /// writes outside of that range means nothing. `scores` is token 0's place.
 template <class Dot, int bits, int R>
-HWY_INLINE void score_codes(const CodeQuery* queries, const std::byte* head,
-                            const formats::PageLayout& layout, std::int64_t lanes,
-                            std::int64_t first, std::int64_t last, Ahead ahead, float* scores,
-                            std::int64_t score_stride) {
+void score_codes(const CodeQuery* queries, const std::byte* head, const formats::PageLayout& layout,
+                 std::int64_t lanes, std::int64_t first, std::int64_t last, Ahead ahead,
+                 float* scores, std::int64_t score_stride) {
   const std::int64_t n_words = layout.words();
   const std::int64_t block_size = layout.shape.block_size;
   const std::int64_t quads = (layout.shape.head_dim + 3) / 4;
@@ -229,7 +235,7 @@ HWY_INLINE void score_codes(const CodeQuery* queries, const std::byte* head,
   const std::byte* minimums = head + layout.minimums_offset();
   for (std::int64_t t = first / kLanes * kLanes; t < last; t += kLanes) {
     const auto* words =
-        reinterpret_cast<const std::uint32_t*>(head) + (t / lanes * n_words * lanes + t % lanes);
+        reinterpret_cast<const std::uint32_t*>(head) + first_word(t, lanes, n_words);
     V score[R];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) score[r] = hn::Zero(D());
@@ -258,6 +264,27 @@ HWY_INLINE void score_codes(const CodeQuery* queries, const std::byte* head,
     for (int r = 0; r < R; ++r) hn::StoreU(score[r], D(), scores + r * score_stride + t);
   }
 }
+
+/// What depends on how codes are multiplied, apart from the rest of a target's code.
+struct CodeScorer {
+  void (*prepare)(const CodeQuery& query, std::int64_t dims, std::uint32_t* codes, float* steps,
+                  float* sums);
+  /// By format from int8 on, and number of queries less one.
+  void (*score[4][4])(const CodeQuery* queries, const std::byte* head,
+                      const formats::PageLayout& layout, std::int64_t lanes, std::int64_t first,
+                      std::int64_t last, Ahead ahead, float* scores, std::int64_t score_stride);
+};
+
+template <class Dot>
+inline constexpr CodeScorer kCodeScorer = {prepare_query<Dot>,
+                                           {{score_codes<Dot, 8, 1>, score_codes<Dot, 8, 2>,
+                                             score_codes<Dot, 8, 3>, score_codes<Dot, 8, 4>},
+                                            {score_codes<Dot, 4, 1>, score_codes<Dot, 4, 2>,
+                                             score_codes<Dot, 4, 3>, score_codes<Dot, 4, 4>},
+                                            {score_codes<Dot, 3, 1>, score_codes<Dot, 3, 2>,
+                                             score_codes<Dot, 3, 3>, score_codes<Dot, 3, 4>},
+                                            {score_codes<Dot, 2, 1>, score_codes<Dot, 2, 2>,
+                                             score_codes<Dot, 2, 3>, score_codes<Dot, 2, 4>}}};
 
 /// Pages of one format one after the other; each page's weights follow those of the page before.
 struct PageRun {
@@ -309,48 +336,86 @@ HWY_INLINE void scale_weights(const PageRun& run, const float* weights, std::int
   }
 }
 
-/// sums[r][4 quads' dims] += scaled[r] . codes, for quads U .. of eight.
+/// The code of dim i of quad U of eight as a float, from the tokens' words.
+template <int bits, int U, int i>
+HWY_INLINE V code_of(const std::uint32_t* words, std::int64_t lanes) {
+  const auto word = [&](std::int64_t w) HWY_ATTR { return hn::LoadU(DU(), words + w * lanes); };
+  VU code;
+  if constexpr (bits == 3) {
+    constexpr int kHigh = 8 * i + U;  // to bit 2
+    code = hn::And(hn::ShiftRight<8 * i + 2 * (U % 4)>(word(U / 4)), hn::Set(DU(), 3));
+    VU high = word(2);
+    if constexpr (kHigh > 2) high = hn::ShiftRight<kHigh - 2>(high);
+    if constexpr (kHigh < 2) high = hn::ShiftLeft<2 - kHigh>(high);
+    code = hn::Or(code, hn::And(high, hn::Set(DU(), 4)));
+  } else {
+    constexpr int kQuads = 8 / bits;
+    constexpr int kShift = 8 * i + bits * (U % kQuads);
+    code = word(U / kQuads);
+    if constexpr (kShift > 0) code = hn::ShiftRight<kShift>(code);
+    if constexpr (kShift + bits < 32) code = hn::And(code, hn::Set(DU(), (1u << bits) - 1));
+  }
+  return hn::ConvertTo(D(), hn::BitCast(DI(), code));
+}
+
+/// sums[r][dim] += scaled[r] . codes, for dims kFirst .. kFirst + kCodeDims of quad U of the eight
+/// that begin with `quad`.
+template <int bits, int R, int U, int kFirst>
+HWY_INLINE void add_dims(const PageRun& run, std::int64_t quad, const float* scaled,
+                         std::int64_t scaled_stride, float* sums, std::int64_t sum_stride) {
+  const std::int64_t lanes = run.lanes;
+  const std::int64_t n_words = run.layout.words();
+  V sum[R][4];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) sum[r][i] = hn::Zero(D());
+  }
+  for (std::int64_t page = 0; page < run.n_pages; ++page) {
+    const auto* words =
+        reinterpret_cast<const std::uint32_t*>(run.pages[page].rows) + quad / 8 * bits * lanes;
+    const float* weights = scaled + page * run.layout.shape.block_size;
+    if constexpr (kFirst == 0) run.pages[page].ahead.after(quad + U).step();
+    for (std::int64_t t = 0; t < run.pages[page].n_rows; t += kLanes) {
+      const std::uint32_t* tokens = words + first_word(t, lanes, n_words);
+      V code[kCodeDims];
+      code[0] = code_of<bits, U, kFirst>(tokens, lanes);
+      code[1] = code_of<bits, U, kFirst + 1>(tokens, lanes);
+      if constexpr (kCodeDims == 4) {
+        code[2] = code_of<bits, U, 2>(tokens, lanes);
+        code[3] = code_of<bits, U, 3>(tokens, lanes);
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const V weight = hn::LoadU(D(), weights + r * scaled_stride + t);
+#pragma GCC unroll 4
+        for (int i = 0; i < kCodeDims; ++i) sum[r][i] = hn::MulAdd(weight, code[i], sum[r][i]);
+      }
+    }
+  }
+  const hn::CappedTag<float, kCodeDims> few;
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    float* to = sums + r * sum_stride + 4 * (quad + U) + kFirst;
+    const auto all = sums_of_four(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
+    if constexpr (kCodeDims == 4) {
+      hn::StoreU(hn::Add(all, hn::LoadU(few, to)), few, to);
+    } else {
+      hn::StoreU(hn::Add(hn::LowerHalf(few, all), hn::LoadU(few, to)), few, to);
+    }
+  }
+}
+
+/// The same for quads U .. of the eight, of which n are there.
 template <int bits, int R, int U = 0>
 HWY_INLINE void add_quads(const PageRun& run, std::int64_t quad, std::int64_t n,
                           const float* scaled, std::int64_t scaled_stride, float* sums,
                           std::int64_t sum_stride) {
   if constexpr (U < 8) {
     if (U >= n) return;
-    const std::int64_t lanes = run.lanes;
-    const std::int64_t run_words = run.layout.words() * lanes;
-    const std::int64_t block_size = run.layout.shape.block_size;
-    V sum[R][4];
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) sum[r][i] = hn::Zero(D());
-    }
-    for (std::int64_t page = 0; page < run.n_pages; ++page) {
-      const auto* words =
-          reinterpret_cast<const std::uint32_t*>(run.pages[page].rows) + quad / 8 * bits * lanes;
-      const float* weights = scaled + page * block_size;
-      run.pages[page].ahead.after(quad + U).step();
-      for (std::int64_t t = 0; t < run.pages[page].n_rows; t += kLanes) {
-        const VU codes = quad_of<bits, U>(words + t / lanes * run_words + t % lanes, lanes);
-        const V dim0 = dim_of<0>(codes);
-        const V dim1 = dim_of<1>(codes);
-        const V dim2 = dim_of<2>(codes);
-        const V dim3 = dim_of<3>(codes);
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) {
-          const V weight = hn::LoadU(D(), weights + r * scaled_stride + t);
-          sum[r][0] = hn::MulAdd(weight, dim0, sum[r][0]);
-          sum[r][1] = hn::MulAdd(weight, dim1, sum[r][1]);
-          sum[r][2] = hn::MulAdd(weight, dim2, sum[r][2]);
-          sum[r][3] = hn::MulAdd(weight, dim3, sum[r][3]);
-        }
-      }
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      float* to = sums + r * sum_stride + 4 * (quad + U);
-      const auto four = sums_of_four(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
-      hn::StoreU(hn::Add(four, hn::LoadU(D4(), to)), D4(), to);
+    add_dims<bits, R, U, 0>(run, quad, scaled, scaled_stride, sums, sum_stride);
+    if constexpr (kCodeDims == 2) {
+      add_dims<bits, R, U, 2>(run, quad, scaled, scaled_stride, sums, sum_stride);
     }
     add_quads<bits, R, U + 1>(run, quad, n, scaled, scaled_stride, sums, sum_stride);
   }

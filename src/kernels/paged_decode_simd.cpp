@@ -12,7 +12,8 @@
 #include <cstdint>
 #include <limits>
 
-#include "kvpool/kernels/page_append.h"
+#include "decode_rows-inl.h"
+#include "float_lanes-inl.h"
 #include "kvpool/kernels/paged_attention.h"
 #include "kvpool/kernels/worker_pool.h"
 #include "paged_attention_common.h"
@@ -66,12 +67,17 @@ HWY_INLINE void with_bits(Format format, Function function) {
   }
 }
 
+// CodeScorer::score goes by this order.
+static_assert(static_cast<int>(Format::kInt4) == static_cast<int>(Format::kInt8) + 1 &&
+              static_cast<int>(Format::kInt3) == static_cast<int>(Format::kInt8) + 2 &&
+              static_cast<int>(Format::kInt2) == static_cast<int>(Format::kInt8) + 3);
+
 /// One call of paged_attention().
-template <class Dot>
 class Decode {
  public:
-  Decode(const PagedAttentionParams& params, std::byte* scratch, std::int64_t n_workers) noexcept
-      : p_(params), plan_(params), n_workers_(n_workers) {
+  Decode(const PagedAttentionParams& params, std::byte* scratch, std::int64_t n_workers,
+         const CodeScorer& scorer) noexcept
+      : p_(params), plan_(params), scorer_(scorer), n_workers_(n_workers) {
     first_splits_ = reinterpret_cast<std::int64_t*>(scratch);
     std::int64_t n = 0;
     for (std::int64_t b = 0; b < p_.batch; ++b) {
@@ -106,20 +112,12 @@ class Decode {
                               row % p_.n_queries * p_.q_strides[2];
       float* part = queries_ + which * plan_.queries_size;
       float* numbers = part + plan_.numbers + row * plan_.key_width;
-      switch (p_.query_format) {
-        case Format::kFp32:
-          load_query<Fp32Rows>(at, numbers);
-          break;
-        case Format::kFp16:
-          load_query<Fp16Rows>(at, numbers);
-          break;
-        default:
-          load_query<Bf16Rows>(at, numbers);
-      }
-      prepare_query<Dot>(
-          code_query(which, row), p_.keys.shape.head_dim,
-          reinterpret_cast<std::uint32_t*>(part + plan_.codes) + row * plan_.key_width,
-          part + plan_.steps + row * plan_.key_groups, part + plan_.sums + row * plan_.key_groups);
+      with_float_lanes(p_.query_format,
+                       [&](auto kind) HWY_ATTR { load_query<decltype(kind)>(at, numbers); });
+      scorer_.prepare(code_query(which, row), p_.keys.shape.head_dim,
+                      reinterpret_cast<std::uint32_t*>(part + plan_.codes) + row * plan_.key_width,
+                      part + plan_.steps + row * plan_.key_groups,
+                      part + plan_.sums + row * plan_.key_groups);
     }
   }
 
@@ -247,14 +245,8 @@ class Decode {
 
   /// output[at ..] = factor * sum
   void write(float factor, const float* sum, std::int64_t at) const {
-    switch (p_.query_format) {
-      case Format::kFp32:
-        return write_as<Fp32Rows>(factor, sum, at);
-      case Format::kFp16:
-        return write_as<Fp16Rows>(factor, sum, at);
-      default:
-        return write_as<Bf16Rows>(factor, sum, at);
-    }
+    with_float_lanes(p_.query_format,
+                     [&](auto kind) HWY_ATTR { write_as<decltype(kind)>(factor, sum, at); });
   }
   template <class Rows>
   HWY_INLINE void write_as(float factor, const float* sum, std::int64_t at) const {
@@ -263,7 +255,7 @@ class Decode {
     const V scale = hn::Set(D(), factor);
     std::int64_t j = 0;
     for (; j + kLanes <= dim; j += kLanes) {
-      Rows::store(hn::Mul(scale, hn::LoadU(D(), sum + j)), to + j);
+      Rows::store(D(), hn::Mul(scale, hn::LoadU(D(), sum + j)), to + j);
     }
     for (; j < dim; ++j) write_float(p_.query_format, p_.output, at + j, factor * sum[j]);
   }
@@ -275,7 +267,8 @@ class Decode {
     const std::int64_t whole = dim - dim % kLanes;
     const V scale = hn::Set(D(), p_.scale);
     std::int64_t j = 0;
-    for (; j < whole; j += kLanes) hn::StoreU(hn::Mul(scale, Rows::load(from + j)), D(), to + j);
+    for (; j < whole; j += kLanes)
+      hn::StoreU(hn::Mul(scale, Rows::load(D(), from + j)), D(), to + j);
     for (; j < plan_.key_width; ++j) {
       to[j] = j < dim ? p_.scale * read_float(p_.query_format, p_.queries, at + j) : 0.0f;
     }
@@ -301,20 +294,12 @@ class Decode {
         score_decoded(split, part, scratch);
         continue;
       }
-      const std::int64_t width = p_.keys.shape.head_dim;
-      switch (part.layout.format) {
-        case Format::kFp32:
-          score_rows_of<Fp32Rows>(split, part, soon, width, scratch);
-          break;
-        case Format::kFp16:
-          score_rows_of<Fp16Rows>(split, part, soon, width, scratch);
-          break;
-        case Format::kBf16:
-          score_rows_of<Bf16Rows>(split, part, soon, width, scratch);
-          break;
-        default:
-          with_bits(part.layout.format,
-                    [&]<int bits>() HWY_ATTR { score_page<bits>(split, part, soon, scratch); });
+      if (part.layout.coded()) {
+        score_page(split, part, soon, scratch);
+      } else {
+        with_float_lanes(part.layout.format, [&](auto kind) HWY_ATTR {
+          score_rows_of<decltype(kind)>(split, part, soon, p_.keys.shape.head_dim, scratch);
+        });
       }
     }
   }
@@ -338,18 +323,17 @@ class Decode {
     }
   }
 
-  template <int bits>
   void score_page(const Split& split, const Piece& part, const Piece& soon, float* scratch) const {
     const std::int64_t vectors = (part.last - part.first / kLanes * kLanes + kLanes - 1) / kLanes;
     Ahead fetch = ahead(soon, value_bytes_, vectors * ((p_.keys.shape.head_dim + 31) / 32));
+    const auto& score =
+        scorer_.score[static_cast<int>(part.layout.format) - static_cast<int>(Format::kInt8)];
     for (std::int64_t r = 0; r < plan_.rows; r += kDecodeRows) {
-      with_rows(plan_.rows - r, [&]<int R>() HWY_ATTR {
-        CodeQuery queries[R];
-        for (int i = 0; i < R; ++i) queries[i] = code_query(which(split), r + i);
-        score_codes<Dot, bits, R>(
-            queries, part.head, part.layout, plan_.lanes, part.first, part.last, fetch,
-            scratch + plan_.scores + r * plan_.split_width + part.at, plan_.split_width);
-      });
+      const std::int64_t n = std::min(kDecodeRows, plan_.rows - r);
+      CodeQuery queries[kDecodeRows];
+      for (std::int64_t i = 0; i < n; ++i) queries[i] = code_query(which(split), r + i);
+      score[n - 1](queries, part.head, part.layout, plan_.lanes, part.first, part.last, fetch,
+                   scratch + plan_.scores + r * plan_.split_width + part.at, plan_.split_width);
       fetch = {};
     }
   }
@@ -359,7 +343,7 @@ class Decode {
                            std::int64_t width, float* scratch) const {
     float* tile = scratch + plan_.tile;
     const std::int64_t dim = part.layout.shape.head_dim;
-    decode_head(part.layout, part.head, 0, first, count, tile, width);
+    decode_rows(part.layout, part.head, 0, first, count, tile, width);
     for (std::int64_t t = 0; t < count; ++t) {
       std::fill(tile + t * width + dim, tile + (t + 1) * width, 0.0f);
     }
@@ -370,7 +354,7 @@ class Decode {
     for (std::int64_t first = part.first; first < part.last; first += kPagedPadding) {
       const std::int64_t count = std::min(kPagedPadding, part.last - first);
       const float* tile = decode_tile(part, first, count, plan_.key_width, scratch);
-      score_rows_of<Fp32Rows>(
+      score_rows_of<Fp32Lanes>(
           split, {reinterpret_cast<const std::byte*>(tile), part.layout, 0, count, part.at + first},
           {nullptr, part.layout, 0, 0, 0}, plan_.key_width, scratch);
     }
@@ -389,12 +373,46 @@ class Decode {
       std::fill(scores + std::max(first, last), scores + plan_.split_width, kHidden);
       if (p_.mask_kind != MaskKind::kNone) {
         const std::int64_t h = split.head * plan_.group + row / p_.n_queries;
-        for (std::int64_t t = first; t < last; ++t) {
+        std::int64_t t = apply_mask(split, h, i, first, last, scores);
+        for (; t < last; ++t) {
           scores[t] = masked(p_, split.sequence, h, i, split.start + t, scores[t]);
         }
       }
       partial[plan_.rows + row] = exponentiate(scores, partial[row]);
     }
+  }
+
+  /// Applies the mask to whole vectors of the scores first .. last, where it is dense; returns
+  /// where the rest begins.
+  std::int64_t apply_mask(const Split& split, std::int64_t h, std::int64_t i, std::int64_t first,
+                          std::int64_t last, float* scores) const {
+    if (p_.mask_strides[3] != 1) return first;
+    const std::int64_t at = split.sequence * p_.mask_strides[0] + h * p_.mask_strides[1] +
+                            i * p_.mask_strides[2] + split.start + first;
+    const std::int64_t n = (last - first) / kLanes * kLanes;
+    if (p_.mask_kind == MaskKind::kBoolean) {
+      const hn::Rebind<std::uint8_t, D> bytes;
+      const auto* mask = static_cast<const std::uint8_t*>(p_.mask) + at;
+      for (std::int64_t t = 0; t < n; t += kLanes) {
+        const VU seen = hn::PromoteTo(DU(), hn::LoadU(bytes, mask + t));
+        const V score = hn::LoadU(D(), scores + first + t);
+        const auto hidden = hn::RebindMask(D(), hn::Eq(seen, hn::Zero(DU())));
+        hn::StoreU(hn::IfThenElse(hidden, hn::Set(D(), kHidden), score), D(), scores + first + t);
+      }
+    } else {
+      const Format format = p_.mask_kind == MaskKind::kFp16   ? Format::kFp16
+                            : p_.mask_kind == MaskKind::kBf16 ? Format::kBf16
+                                                              : Format::kFp32;
+      with_float_lanes(format, [&](auto kind) HWY_ATTR {
+        using Lanes = decltype(kind);
+        const auto* mask = static_cast<const typename Lanes::Number*>(p_.mask) + at;
+        for (std::int64_t t = 0; t < n; t += kLanes) {
+          const V score = hn::LoadU(D(), scores + first + t);
+          hn::StoreU(hn::Add(score, Lanes::load(D(), mask + t)), D(), scores + first + t);
+        }
+      });
+    }
+    return first + n;
   }
 
   /// Replaces scores by exp(score - largest) and returns their sum; all zeros if all are hidden.
@@ -458,20 +476,14 @@ class Decode {
   /// `first` is the first of the run's pages.
   void add_run(const Piece& first, const PageRun& run, float* scratch, float* sums) const {
     const float* weights = scratch + plan_.scores + first.at;
-    const std::int64_t width = first.layout.shape.head_dim;
-    switch (first.layout.format) {
-      case Format::kFp32:
-        return add_rows_of<Fp32Rows>(first, run, weights, width, sums);
-      case Format::kFp16:
-        return add_rows_of<Fp16Rows>(first, run, weights, width, sums);
-      case Format::kBf16:
-        return add_rows_of<Bf16Rows>(first, run, weights, width, sums);
-      default:
-        break;
+    if (!first.layout.coded()) {
+      return with_float_lanes(first.layout.format, [&](auto kind) HWY_ATTR {
+        add_rows_of<decltype(kind)>(first, run, weights, first.layout.shape.head_dim, sums);
+      });
     }
     with_bits(first.layout.format, [&]<int bits>() HWY_ATTR {
-      for (std::int64_t r = 0; r < plan_.rows; r += kCodeRows) {
-        with_rows(std::min<std::int64_t>(kCodeRows, plan_.rows - r), [&]<int R>() HWY_ATTR {
+      for (std::int64_t r = 0; r < plan_.rows; r += kDecodeRows) {
+        with_rows(plan_.rows - r, [&]<int R>() HWY_ATTR {
           add_codes<bits, R>(run, weights + r * plan_.split_width, plan_.split_width,
                              plan_.split_width, scratch + plan_.scaled,
                              sums + r * plan_.value_width, plan_.value_width);
@@ -505,13 +517,14 @@ class Decode {
       const float* tile = decode_tile(part, first, count, plan_.value_width, scratch);
       Run rows = {reinterpret_cast<const std::byte*>(tile), count, {}};
       const Piece all = {part.head, part.layout, 0, count, 0};
-      add_rows_of<Fp32Rows>(all, {&rows, 1, part.layout, plan_.lanes},
-                            scratch + plan_.scores + part.at + first, plan_.value_width, sums);
+      add_rows_of<Fp32Lanes>(all, {&rows, 1, part.layout, plan_.lanes},
+                             scratch + plan_.scores + part.at + first, plan_.value_width, sums);
     }
   }
 
   const PagedAttentionParams& p_;
   const DecodePlan plan_;
+  const CodeScorer& scorer_;
   const std::int64_t n_workers_;
   std::int64_t item_heads_;
   std::int64_t key_bytes_[8] = {};  // of a head, by format
@@ -531,7 +544,8 @@ void share(WorkerPool* workers, std::int64_t n, const Work& work) {
 
 template <class Dot>
 void run(const PagedAttentionParams& params, std::byte* scratch, WorkerPool* workers) noexcept {
-  const Decode<Dot> decode(params, scratch, workers == nullptr ? 1 : workers->n_threads());
+  const Decode decode(params, scratch, workers == nullptr ? 1 : workers->n_threads(),
+                      kCodeScorer<Dot>);
   // Few of them cost less than waking anybody.
   share(decode.n_heads() < 32 ? nullptr : workers, decode.n_heads(),
         [&](std::int64_t i, int) noexcept { decode.prepare(i); });

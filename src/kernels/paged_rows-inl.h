@@ -11,6 +11,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "float_lanes-inl.h"
+
 HWY_BEFORE_NAMESPACE();
 // Arrays of vectors want a length that is known; one lane has nothing to shuffle.
 #if HWY_TARGET != HWY_SCALAR && !HWY_HAVE_SCALABLE
@@ -34,47 +36,6 @@ inline constexpr int kTileColumns = 2;
 inline constexpr int kTileTokens = 4;
 inline constexpr int kTileColumns = 4;
 #endif
-
-// How a row of numbers is read: Number is the stored type.
-
-struct Fp32Rows {
-  using Number = float;
-  static HWY_INLINE V load(const Number* p) { return hn::LoadU(D(), p); }
-  static HWY_INLINE void store(V v, Number* p) { hn::StoreU(v, D(), p); }
-};
-
-struct Fp16Rows {
-  using Number = std::uint16_t;
-  static HWY_INLINE V load(const Number* p) {
-    const hn::Rebind<hwy::float16_t, D> narrow;
-    return hn::PromoteTo(D(), hn::LoadU(narrow, reinterpret_cast<const hwy::float16_t*>(p)));
-  }
-  static HWY_INLINE void store(V v, Number* p) {
-    const hn::Rebind<hwy::float16_t, D> narrow;
-    hn::StoreU(hn::DemoteTo(narrow, v), narrow, reinterpret_cast<hwy::float16_t*>(p));
-  }
-};
-
-struct Bf16Rows {
-  using Number = std::uint16_t;
-  static HWY_INLINE V load(const Number* p) {
-    const hn::Rebind<hwy::bfloat16_t, D> narrow;
-    return hn::PromoteTo(D(), hn::LoadU(narrow, reinterpret_cast<const hwy::bfloat16_t*>(p)));
-  }
-  /// To nearest, ties to even, a NaN quieted: as float_to_bfloat16.
-  static HWY_INLINE void store(V v, Number* p) {
-    const hn::RebindToUnsigned<D> words;
-    const hn::RebindToSigned<D> signed_words;
-    const hn::Rebind<std::uint16_t, D> narrow;
-    const auto bits = hn::BitCast(words, v);
-    const auto upper = hn::ShiftRight<16>(bits);
-    const auto odd = hn::And(upper, hn::Set(words, 1));
-    const auto rounded = hn::ShiftRight<16>(hn::Add(bits, hn::Add(odd, hn::Set(words, 0x7fff))));
-    const auto nan = hn::RebindMask(words, hn::Ne(v, v));
-    const auto kept = hn::IfThenElse(nan, hn::Or(upper, hn::Set(words, 0x40)), rounded);
-    hn::StoreU(hn::DemoteTo(narrow, hn::BitCast(signed_words, kept)), narrow, p);
-  }
-};
 
 /// Memory that is wanted soon, fetched into the second-level cache bit by bit while something else
 /// is computed: each step fetches `bytes` more.
@@ -134,7 +95,7 @@ HWY_INLINE void score_tile(const float* HWY_RESTRICT queries, std::int64_t query
   for (std::int64_t j = 0; j < width; j += kLanes) {
     V row[T];
 #pragma GCC unroll 4
-    for (int t = 0; t < T; ++t) row[t] = Rows::load(rows + t * row_stride + j);
+    for (int t = 0; t < T; ++t) row[t] = Rows::load(D(), rows + t * row_stride + j);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const V query = hn::LoadU(D(), queries + r * query_stride + j);
@@ -201,7 +162,7 @@ HWY_INLINE void add_tile(const float* weights, std::int64_t weight_stride, const
       ahead.step();
       V value[C];
 #pragma GCC unroll 4
-      for (int c = 0; c < C; ++c) value[c] = Rows::load(row + c * kLanes);
+      for (int c = 0; c < C; ++c) value[c] = Rows::load(D(), row + c * kLanes);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
         const V weight = hn::Set(D(), weights[r * weight_stride]);

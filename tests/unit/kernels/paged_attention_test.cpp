@@ -242,6 +242,26 @@ TEST_P(PagedAttention, a_query_of_nan_gives_nan_and_spoils_no_other_head) {
   }
 }
 
+TEST_P(PagedAttention, queries_as_integers_add_little_to_the_error_of_codes) {
+  // Against pages of fp32 with the numbers that were encoded: the codes' own error, with queries as
+  // they are (the oracle) and as the kernel takes them.
+  for (const Format format : {Format::kInt8, Format::kInt4, Format::kInt2}) {
+    PagedData coded({.lengths = {256}, .key_dim = 128, .value_dim = 128, .formats = {format}});
+    PagedData exact(
+        {.lengths = {256}, .key_dim = 128, .value_dim = 128, .formats = {Format::kFp32}});
+    const std::vector<float> truth = exact.expected();
+    const std::vector<float> oracle = coded.expected();
+    const std::vector<float> output = coded.run(decode());
+    double own = 0;
+    double added = 0;
+    for (std::size_t i = 0; i < truth.size(); ++i) {
+      own += (oracle[i] - truth[i]) * (oracle[i] - truth[i]);
+      added += (output[i] - oracle[i]) * (output[i] - oracle[i]);
+    }
+    EXPECT_LT(std::sqrt(added), 0.01 * std::sqrt(own)) << formats::traits(format).name;
+  }
+}
+
 TEST_P(PagedAttention, the_same_bits_with_any_number_of_threads) {
   WorkerPool two(2);
   WorkerPool three(3);
