@@ -68,20 +68,17 @@ void BlockPoolAllocator::State::drop(Reference reference, Notice& notice) noexce
   if (--record.references != 0) return;
   count_fill(owner, record.n_used, -1);
   if (is_pinned(index)) {
-    // In use as before; only the owner is gone.
-    notice.add_detained(owner.id, pin_observers);
-    stats.fragmented_count += is_fragmented(record.n_used);
-    stats.unused_slot_count += block_size - record.n_used;
-    return;
+    detain(owner, record, notice);
+  } else {
+    give_back(index, notice);
   }
-  give_back(index, notice);
 }
 
-void BlockPoolAllocator::State::give_back(std::uint32_t index, Notice& notice) noexcept {
-  const BlockRecord& record = blocks[index];
-  ++stats.n_frees;
-  notice.add({BlockId{record.id}, index, record.serial});
-  blocks.push(list_of(record), index);
+void BlockPoolAllocator::State::detain(const OwnerRecord& owner, const BlockRecord& record,
+                                       Notice& notice) noexcept {
+  stats.fragmented_count += is_fragmented(record.n_used);
+  stats.unused_slot_count += block_size - record.n_used;
+  notice.add_detained(owner.id, pin_observers);
 }
 
 void BlockPoolAllocator::State::drop_any(std::span<const BlockHandle> handles, Notice& notice) {

@@ -41,15 +41,6 @@ void BlockPoolAllocator::State::share_each(std::uint32_t from, std::uint32_t to,
   }
 }
 
-Reference BlockPoolAllocator::State::share_one(std::uint32_t record, int list, std::uint32_t to,
-                                               std::uint64_t order) noexcept {
-  const Reference copy = add_extra(record, ++last_serial, order);
-  links(copy).owner = to;
-  append(owners[to], list, copy);
-  ++blocks[record].references;
-  return copy;
-}
-
 void BlockPoolAllocator::share(std::span<const BlockHandle> blocks, OwnerId owner,
                                std::span<BlockHandle> out) {
   constexpr const char* kCall = "BlockPoolAllocator::share";
@@ -133,13 +124,6 @@ Reference BlockPoolAllocator::State::copy_on_write(Reference shared) noexcept {
   count_fill(owner, source.n_used, +1);
   use_reserved(owner, list, 1);
   return copy;
-}
-
-Reference BlockPoolAllocator::State::add_extra(std::uint32_t record, std::uint64_t serial,
-                                               std::uint64_t order) noexcept {
-  const std::uint32_t slot = extras.take();
-  extras[slot] = {serial, order, record, {}};
-  return kExtraBit | slot;
 }
 
 // The copy is an extra reference because it needs an order of its own: its block's serial is that

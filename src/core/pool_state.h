@@ -176,7 +176,14 @@ struct BlockPoolAllocator::State {
     return is_pinned(record) && blocks[record].references == 0;
   }
   /// Puts a block that nobody refers to on its free list; its fill is off the owner's gauges.
-  void give_back(std::uint32_t index, Notice& notice) noexcept;
+  void give_back(std::uint32_t index, Notice& notice) noexcept {
+    const BlockRecord& record = blocks[index];
+    ++stats.n_frees;
+    notice.add({BlockId{record.id}, index, record.serial});
+    blocks.push(list_of(record), index);
+  }
+  /// The owner lost a block that is in use as before.
+  void detain(const OwnerRecord& owner, const BlockRecord& record, Notice& notice) noexcept;
 
   // --- sharing -----------------------------------------------------------------------------------
 
@@ -185,10 +192,20 @@ struct BlockPoolAllocator::State {
     return b == kNoReference || (a != kNoReference && order_of(a) < order_of(b));
   }
   /// Make room in `extras` first. The new reference belongs to nobody yet.
-  Reference add_extra(std::uint32_t record, std::uint64_t serial, std::uint64_t order) noexcept;
+  Reference add_extra(std::uint32_t record, std::uint64_t serial, std::uint64_t order) noexcept {
+    const std::uint32_t slot = extras.take();
+    extras[slot] = {serial, order, record, {}};
+    return kExtraBit | slot;
+  }
   /// Gives `to` one more reference to a block, at the end of its list.
   Reference share_one(std::uint32_t record, int list, std::uint32_t to,
-                      std::uint64_t order) noexcept;
+                      std::uint64_t order) noexcept {
+    const Reference copy = add_extra(record, ++last_serial, order);
+    extras[slot_of(copy)].links.owner = to;
+    append(owners[to], list, copy);
+    ++blocks[record].references;
+    return copy;
+  }
   /// Gives `to` a reference to each block of `from`, in order; out.size() is their number.
   void share_each(std::uint32_t from, std::uint32_t to, std::span<BlockHandle> out) noexcept;
   /// Puts a fresh block in the place of `shared`, a reference to a block that others refer to too;
