@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 from kvpool.models.tokenizers import byte_level_bpe, write_tokenizer
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.models import deepseek_v3, gemma3_text, gpt2, gpt_oss, llama, qwen3
+from mlx_lm.models import deepseek_v3, gemma3_text, gpt2, gpt_oss, lfm2, llama, qwen3
 
 VOCABULARY = 97
 
@@ -163,6 +163,30 @@ def tiny_gpt2() -> Any:
         vocab_size=VOCABULARY,
     )
     return _ready(gpt2.Model(args), 6)
+
+
+@cache
+def tiny_lfm2() -> Any:
+    """Convolutions with a state of their own between two layers of attention."""
+    args = lfm2.ModelArgs(
+        model_type="lfm2",
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        norm_eps=1e-5,
+        conv_bias=False,
+        conv_L_cache=3,
+        block_dim=32,
+        block_multiple_of=32,
+        block_ffn_dim_multiplier=1.0,
+        block_auto_adjust_ff_dim=False,
+        block_ff_dim=64,
+        layer_types=["conv", "full_attention", "conv", "full_attention"],
+    )
+    return _ready(lfm2.Model(args), 8)
 
 
 def all_models() -> dict[str, Any]:
