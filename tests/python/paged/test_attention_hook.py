@@ -230,6 +230,56 @@ def test_stats_can_be_compared_and_reset(native):
     assert kvpool.attention_stats().total == 0
 
 
+# --- over pages -----------------------------------------------------------------------------------
+
+
+def paged(n: int, seed: int):
+    """The keys and values of a cache of their own, and what they should be."""
+    pool = kvpool.BlockPoolAllocator(kvpool.PoolConfig(block_size=4, n_blocks=64))
+    mx.random.seed(seed)
+    exact = [mx.random.normal((1, 2, n, 8)) for _ in range(2)]
+    return kvpool.PagedKVCache(pool, 1).update_and_fetch(*exact), exact
+
+
+def test_the_kernels_answer_over_pages_as_mlx_does():
+    queries = arrays()[0]
+    (keys, values), exact = paged(21, 1)
+    sinks = mx.array([0.5, -1.0, 2.0, 0.0])
+    column = mx.arange(21) > 3
+    bias = mx.where(column, 0.5, -mx.inf)
+    with kvpool.attention():
+        for mask in (None, "causal", column, bias):
+            for options in ({}, {"sinks": sinks}):
+                ours = imported_before(queries, keys, values, None, 0.5, mask, **options)
+                theirs = stock(queries, *exact, mask=mask, **options)
+                assert mx.allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert kvpool.attention_stats() == kvpool.AttentionStats(kernel=8)
+
+
+def test_the_cache_that_is_passed_does_not_matter_the_arrays_do():
+    queries = arrays()[0]
+    (keys, values), exact = paged(9, 2)
+    with kvpool.attention():
+        both = imported_before(queries, keys, keys, object(), 0.5, None)  # a latent, as both
+        copied = imported_before(queries, keys + 0, values + 0, None, 0.5, None)
+        mx.eval(keys, values)
+        late = imported_before(queries, keys, values, None, 0.5, None)
+    assert mx.allclose(both, stock(queries, exact[0], exact[0], mask=None), atol=1e-5)
+    for answer in (copied, late):
+        assert mx.allclose(answer, stock(queries, *exact, mask=None), atol=1e-5)
+    assert kvpool.attention_stats() == kvpool.AttentionStats(kernel=1, not_ours=2)
+
+
+def test_the_extension_says_why_it_does_not_answer():
+    queries = arrays()[0]
+    (keys, _), exact = paged(9, 3)
+    (_, values), others = paged(9, 4)
+    with kvpool.attention():
+        answer = imported_before(queries, keys, values, None, 0.5, None)
+    assert mx.allclose(answer, stock(queries, exact[0], others[1], mask=None), atol=1e-5)
+    assert dict(kvpool.attention_stats().fell_back) == {"keys and values from different places": 1}
+
+
 # --- which models the hook does not reach ---------------------------------------------------------
 
 
