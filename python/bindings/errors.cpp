@@ -19,13 +19,27 @@ nb::object exception_class(const char* name) {
   return nb::module_::import_("kvpool.core.exceptions").attr(name);
 }
 
+/// The blocks were there, their memory was not.
+void set_out_of_bytes_error(const cache::StepExhausted& e) {
+  nb::object error = exception_class("BlockPoolExhaustedError")(e.what());
+  error.attr("owner") = nb::int_(e.shortage.owner);
+  error.attr("needed_bytes") = nb::int_(e.bytes->needed);
+  error.attr("available_bytes") = nb::int_(e.bytes->available);
+  error.attr("tokens_that_fit") = nb::int_(e.tokens_that_fit);
+  PyErr_SetObject(error.type().ptr(), error.ptr());
+}
+
 bool set_library_error(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const OwnerAlreadyActive& e) {
     PyErr_SetString(exception_class("OwnerAlreadyActiveError").ptr(), e.what());
   } catch (const cache::StepExhausted& e) {
-    set_exhausted_error(e.shortage, e.what(), e.tokens_that_fit);
+    if (e.bytes) {
+      set_out_of_bytes_error(e);
+    } else {
+      set_exhausted_error(e.shortage, e.what(), e.tokens_that_fit);
+    }
   } catch (const BlockPoolExhausted& e) {
     PyErr_SetString(exception_class("BlockPoolExhaustedError").ptr(), e.what());
   } catch (const InvalidArgument& e) {

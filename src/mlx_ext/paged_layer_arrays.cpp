@@ -120,6 +120,7 @@ std::pair<array, array> PagedLayerArrays::update_and_fetch(const array& keys, co
   settle();
   forget_scheduled();
   const auto plan = layer_->append(n_tokens);
+  if (layer_->offset() == n_tokens) oldest_ = 0;  // the group was released since
   try {
     add_append(plan, keys, values);
   } catch (...) {

@@ -25,7 +25,8 @@ class BlockPoolExhaustedError(RuntimeError):
     Where a pool raised it, the attributes say of which stream ("k", "v" or "kv") the request by
     ``owner`` needed ``needed`` blocks when it could have had ``available`` of the ``managed`` ones.
     Where a model's caches raised it, ``tokens_that_fit`` says how many tokens every layer could
-    still take.
+    still take. Where the byte budget of paged caches ended first, ``needed_bytes`` and
+    ``available_bytes`` say so in place of blocks.
     """
 
     stream: str | None = None
@@ -34,6 +35,8 @@ class BlockPoolExhaustedError(RuntimeError):
     available: int | None = None
     managed: int | None = None
     tokens_that_fit: int | None = None
+    needed_bytes: int | None = None
+    available_bytes: int | None = None
 
 
 class AttentionHookError(RuntimeError):

@@ -143,6 +143,15 @@ def test_what_a_window_left_is_adopted_at_its_position(offset: int) -> None:
     assert layer.offset == offset
 
 
+def test_a_released_group_begins_at_the_first_position_again() -> None:
+    layer = make_layer(window=12)
+    layer.adopt(*Tokens().next(11), 401)
+    layer.group.release()
+    assert layer.offset == 0 and layer.keys_and_values() is None
+    tokens = Tokens(1)
+    assert shows(layer.update_and_fetch(*tokens.next(9)), tokens)
+
+
 def test_a_position_past_the_tokens_needs_a_window() -> None:
     layer, tokens = make_layer(), Tokens()
     with pytest.raises(ValueError, match=r"first_position must be 0 without a window, got 8"):
@@ -164,6 +173,12 @@ def test_a_window_shows_what_the_queries_of_a_step_may_see(steps: list[int]) -> 
         assert layer.n_rows == rows
     assert layer.offset == tokens.keys.shape[2]
     assert layer.n_blocks <= 2 * (2 + (window + steps[-1]) // 8)
+
+
+def test_field_F14_a_window_grows_by_no_more_than_a_chunk() -> None:
+    layer, tokens = make_layer(window=8), Tokens()
+    widths = [layer.update_and_fetch(*tokens.next(n))[0].shape[2] for n in (8, 3, 3, 3, 1)]
+    assert widths == [8, 10, 10, 10, 8]
 
 
 def test_older_blocks_are_kept_in_fewer_bits() -> None:
@@ -225,8 +240,11 @@ def test_the_byte_budget_is_set_once() -> None:
     layer, tokens = make_layer(make_group(pool)), Tokens()
     layer.update_and_fetch(*tokens.next(24))
     assert paged.used_bytes == layer.nbytes <= paged.committed_bytes
-    with pytest.raises(BlockPoolExhaustedError):
+    with pytest.raises(BlockPoolExhaustedError) as caught:
         layer.update_and_fetch(*tokens.copy(1).next(40))
+    assert (caught.value.owner, caught.value.stream, caught.value.needed) == (1, None, None)
+    assert caught.value.available_bytes < caught.value.needed_bytes <= 10_000
+    assert caught.value.tokens_that_fit == 24
     with pytest.raises(
         ValueError, match=r"^\[PagedPool::of\] byte_budget and n_threads are set once"
     ):

@@ -132,6 +132,15 @@ def test_a_reader_s_blocks_count_as_in_use_until_it_goes() -> None:
     assert scene.pool.stats.blocks_in_use() == 0
 
 
+def test_field_D3_and_D10_blocks_freed_under_a_reader_are_not_handed_out() -> None:
+    scene = Scene(n_blocks=8)
+    scene.pool.free_all(scene.group.owner)
+    assert scene.pool.n_free("k") + scene.pool.n_free("v") == 2
+    overwrite(scene.pool)
+    scene.check()
+    assert scene.pool.stats.blocks_in_use() == 0
+
+
 def test_an_exception_between_update_and_evaluation_changes_nothing() -> None:
     scene = Scene()
     scene.drop_readers()
