@@ -239,8 +239,7 @@ std::optional<ByteShortage> PageStore::try_take(std::int64_t bytes, std::span<Sl
       }
       if (size_class->n_free >= n) {
         for (SlotRef& slot : out) slot = SlotRef(state.take(*size_class, bytes));
-        state.stats.peak_used_bytes =
-            std::max(state.stats.peak_used_bytes, state.stats.used_bytes);
+        state.stats.peak_used_bytes = std::max(state.stats.peak_used_bytes, state.stats.used_bytes);
         return std::nullopt;
       }
       n_slots = frugal ? 1 : state.slots_to_add(*size_class, n - size_class->n_free);

@@ -61,8 +61,7 @@ class SystemMemory : public SlabMemory {
  public:
   explicit SystemMemory(bool) {}
   std::byte* obtain(std::size_t size) noexcept override {
-    return static_cast<std::byte*>(
-        ::operator new(size, std::align_val_t(kHugePage), std::nothrow));
+    return static_cast<std::byte*>(::operator new(size, std::align_val_t(kHugePage), std::nothrow));
   }
   void give_back(std::byte* data, std::size_t) noexcept override {
     ::operator delete(data, std::align_val_t(kHugePage));

@@ -40,9 +40,7 @@ class SlotRef {
   /// Of the size class, which is what counts against the budget.
   std::size_t size() const noexcept;
   /// Nobody else holds the slot, and what others did with it is seen here.
-  bool is_alone() const noexcept {
-    return slot_->references.load(std::memory_order_acquire) == 1;
-  }
+  bool is_alone() const noexcept { return slot_->references.load(std::memory_order_acquire) == 1; }
 
   /// Token slots that somebody may see: written and not known to be out of everyone's sight. A
   /// writer at or past it disturbs no reader.
