@@ -25,37 +25,24 @@ struct PageTables::Memory {
   std::uint64_t address;
 };
 
-void PageTables::Table::follow(std::span<const kernels::PageRef> pages, std::uint64_t at_revision,
-                               NewEntries& changed) {
+void PageTables::Table::follow(std::span<const kernels::PageRef> pages, std::uint64_t revision,
+                               NewEntries& entries) {
   // More than this many are better uploaded.
   constexpr std::size_t kMostChanges = 2 * kMaxMoves;
-  const std::size_t before = changed.indices.size();
-  const bool fits = memory != nullptr && pages.size() <= memory->capacity;
-  bool upload = !fits;
-  const std::size_t known = at_revision == revision ? entries.size() : 0;
-  revision = at_revision;
-  for (std::size_t i = known; i < pages.size() && !upload; ++i) {
-    const std::uint64_t entry = table_entry(pages[i]);
-    if (i < entries.size() && entries[i] == entry) continue;
-    if (i < entries.size()) {
-      entries[i] = entry;
-    } else {
-      entries.push_back(entry);
-    }
-    changed.tables.push_back(memory->address);
-    changed.indices.push_back(static_cast<std::int32_t>(i));
-    changed.values.push_back(entry);
-    upload = changed.indices.size() - before > kMostChanges;
+  const auto changed = copy.follow(pages, revision);
+  if (memory == nullptr || pages.size() > memory->capacity || changed.size() > kMostChanges) {
+    std::vector<std::uint64_t> all;
+    for (const kernels::PageRef& page : copy.entries()) all.push_back(table_entry(page));
+    // Kernels on their way may still read the memory that there is.
+    memory = std::make_shared<Memory>(std::max<std::size_t>(64, all.size() + all.size() / 2));
+    Driver::get().upload(memory->address, all.data(), all.size() * 8);
+    return;
   }
-  if (!upload) return;
-  changed.tables.resize(before);
-  changed.indices.resize(before);
-  changed.values.resize(before);
-  entries.clear();
-  for (const kernels::PageRef& page : pages) entries.push_back(table_entry(page));
-  // Kernels on their way may still read the memory that there is.
-  memory = std::make_shared<Memory>(std::max<std::size_t>(64, pages.size() + pages.size() / 2));
-  Driver::get().upload(memory->address, entries.data(), entries.size() * 8);
+  for (const std::size_t i : changed) {
+    entries.tables.push_back(memory->address);
+    entries.indices.push_back(static_cast<std::int32_t>(i));
+    entries.values.push_back(table_entry(pages[i]));
+  }
 }
 
 PageTables::Addresses PageTables::follow(const cache::PageView& view, NewEntries& entries) {

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <vector>
 
+#include "kvpool/cache/table_copy.h"
 #include "kvpool/mlx_ext/gather_pages.h"
 #include "mlx_cuda.h"
 
@@ -41,11 +42,10 @@ class PageTables {
   struct Memory;
   struct Table {
     std::shared_ptr<Memory> memory;
-    std::vector<std::uint64_t> entries;
-    std::uint64_t revision = 0;  // of the view that they were taken from
+    cache::TableCopy copy;
 
-    void follow(std::span<const kernels::PageRef> pages, std::uint64_t at_revision,
-                NewEntries& changed);
+    void follow(std::span<const kernels::PageRef> pages, std::uint64_t revision,
+                NewEntries& entries);
   };
 
   std::mutex lock_;
