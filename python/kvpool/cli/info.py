@@ -37,6 +37,7 @@ def collect() -> dict[str, Any]:
         "platform": platform.platform(),
         "simd_target": _simd_target(),
         "mlx": _mlx(),
+        "paged_caches": _paged_caches(),
         "mlx_extension": _mlx_extension(),
         "threads": _threads(),
         "mlx_lm": _version("mlx-lm"),
@@ -90,6 +91,16 @@ def _mlx_extension() -> str | None:
 def _threads() -> int:
     """Threads that paged attention may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _paged_caches() -> str | None:
+    """Where the pages of paged caches lie and who reads them; None where there are none."""
+    try:
+        from kvpool._mlx_module import extension
+    except ImportError:
+        return None
+    backend = extension.default_backend()
+    return f"{backend} ({extension.describe_backend(backend)})"
 
 
 def _mlx() -> dict[str, Any]:

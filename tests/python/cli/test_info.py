@@ -23,6 +23,7 @@ def test_json_has_all_of_it(capsys, tmp_path):
     assert found["python"] == platform.python_version()
     assert found["mlx"]["version"] == mx.__version__
     assert found["mlx"]["backend"] in ("cpu", "metal", "cuda")
+    assert found["paged_caches"].split()[0] in ("cpu", "cuda", "gather")
     assert found["models_dir"] == str(tmp_path)
     assert found["models"] == {"smollm2": None, "gemma3": None}
 
