@@ -22,7 +22,9 @@ HIDDEN, LAYERS, HEADS, KV_HEADS, DIM = 3072, 28, 24, 8, 128
 VARIANTS = ("stock", "bf16", "int8", "int4")
 
 
-def decode(variant: str, n_tokens: int, n_new: int, block_size: int) -> dict[str, Any]:
+def decode(
+    variant: str, n_tokens: int, n_new: int, block_size: int, prefill: bool
+) -> dict[str, Any]:
     import mlx.core as mx
     import mlx.nn as nn
     from kvpool import (
@@ -61,8 +63,22 @@ def decode(variant: str, n_tokens: int, n_new: int, block_size: int) -> dict[str
         blocks = -(-(n_tokens + n_new + 1) // block_size) * 2 * LAYERS
         pool = BlockPoolAllocator(PoolConfig(block_size=block_size, n_blocks=blocks))
         caches = build_paged_caches(model, pool, 1, format=variant)
+    seconds_of_prefill = 0.0
+
+    def prefilled() -> None:
+        """As mlx-lm does it: in chunks, the caches' states evaluated after each."""
+        nonlocal seconds_of_prefill
+        prompt = mx.random.randint(0, 128256, (1, n_tokens))
+        mx.eval(prompt)
+        start = time.perf_counter()
+        for first in range(0, n_tokens, 2048):
+            model(prompt[:, first : first + 2048], cache=caches)
+            mx.eval([cache.state for cache in caches])
+            mx.clear_cache()
+        seconds_of_prefill = time.perf_counter() - start
+
     chunk = 16384
-    for first in range(0, n_tokens, chunk):
+    for first in range(0, 0 if prefill else n_tokens, chunk):
         n = min(chunk, n_tokens - first)
         for cache in caches:
             rows = [mx.random.normal((1, KV_HEADS, n, DIM)).astype(mx.bfloat16) for _ in range(2)]
@@ -88,6 +104,8 @@ def decode(variant: str, n_tokens: int, n_new: int, block_size: int) -> dict[str
         return (time.perf_counter() - start) / n
 
     def measured() -> dict[str, Any]:
+        if prefill:
+            prefilled()
         run(8)
         seconds = [run(n_new // 4) for _ in range(3)]
         result: dict[str, Any] = {
@@ -98,6 +116,8 @@ def decode(variant: str, n_tokens: int, n_new: int, block_size: int) -> dict[str
             "peak_gb": mx.get_peak_memory() / 1e9,
             "cache_gb": sum(c.nbytes for c in caches) / 1e9,
         }
+        if prefill:
+            result["prefill_s"] = seconds_of_prefill
         if pool is not None:
             committed = extension.PagedPool.of(pool).committed_bytes
             result["peak_gb"] += committed / 1e9
@@ -118,11 +138,16 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
     parser.add_argument("--new", type=int, default=128, help="tokens to decode")
     parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--prefill", action="store_true", help="with a real prefill")
     parser.add_argument("--one", action="store_true", help="run here and print JSON")
     arguments = parser.parse_args()
     if arguments.one:
         result = decode(
-            arguments.variants[0], arguments.tokens[0], arguments.new, arguments.block_size
+            arguments.variants[0],
+            arguments.tokens[0],
+            arguments.new,
+            arguments.block_size,
+            arguments.prefill,
         )
         print("RESULT " + json.dumps(result))
         return
@@ -132,6 +157,7 @@ def main() -> None:
             command = [sys.executable, __file__, "--one", "--variants", variant]
             command += ["--tokens", str(n_tokens), "--new", str(arguments.new)]
             command += ["--block-size", str(arguments.block_size)]
+            command += ["--prefill"] if arguments.prefill else []
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             lines = [x for x in done.stdout.splitlines() if x.startswith("RESULT ")]
             if not lines:
@@ -142,7 +168,8 @@ def main() -> None:
             print(
                 f"{variant:6s} {n_tokens:7d}  {r['ms_a_token']:7.3f} ms a token "
                 f"({1e3 / r['ms_a_token']:6.1f} tokens/s)  peak {r['peak_gb']:6.2f} GB  "
-                f"cache {r['cache_gb']:6.2f} GB  {r.get('attention', '')}",
+                f"cache {r['cache_gb']:6.2f} GB  {r.get('prefill_s', 0):.2f} s of prefill  "
+                f"{r.get('attention', '')}",
                 flush=True,
             )
     if arguments.out is not None:
@@ -157,7 +184,8 @@ def main() -> None:
             "results": results,
         }
         arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "decode.json").write_text(json.dumps(report, indent=1) + "\n")
+        name = "prefill.json" if arguments.prefill else "decode.json"
+        (arguments.out / name).write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
