@@ -1,0 +1,220 @@
+"""What narrower pages cost a real model: perplexity and greedy agreement against bytes a token.
+
+python benchmarks/paged_quality.py [--model smollm2 --model gemma3] [--only TEXT] [--json FILE]
+
+A model with fp32 weights reads data/quality_text.txt in chunks; every chunk attends over what its
+cache kept of the ones before. Compared are paged caches of each format and some age policies, and
+mlx-lm's own QuantizedKVCache. The reference is mlx-lm's KVCache, unquantised.
+
+  perplexity   exp of the mean negative log-likelihood of the text's next tokens
+  agreement    share of positions where the most likely next token is the reference's
+
+Bytes a token are those of all layers at the end of the text, slack left out; mlx-lm's scales count
+2 bytes each, as they are in a half-precision model. Draws docs/paged_quality.svg and writes
+docs/paged_quality.json unless told otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from harness import ROOT, machine
+from kvpool import AgePolicy, attention, build_paged_caches
+from kvpool.cli.loading import load
+from kvpool.memory import BlockPoolAllocator, PoolConfig
+from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
+
+TEXT = ROOT / "benchmarks" / "data" / "quality_text.txt"
+OUTPUT = ROOT / "docs" / "paged_quality.json"
+CHUNK = 32
+MODELS = ("smollm2", "gemma3")
+BLOCK_SIZE = 32
+
+
+@dataclass
+class Point:
+    """One cache on one model."""
+
+    model: str
+    cache: str
+    family: str
+    bytes_a_token: float
+    perplexity: float
+    agreement: float
+    n_tokens: int
+    seconds: float
+
+
+@dataclass
+class Setup:
+    """How to make the caches of one contestant, and what they hold at the end."""
+
+    name: str
+    family: str
+    make: Callable[[Any], list[Any]]
+    held: Callable[[list[Any]], float]
+
+
+def paged(name: str, **options: Any) -> Setup:
+    def make(model: Any) -> list[Any]:
+        pool = BlockPoolAllocator(PoolConfig(block_size=BLOCK_SIZE, n_blocks=32768))
+        return build_paged_caches(model, pool, pool.new_owner(), **options)
+
+    family = "paged, by age" if "age_policy" in options else "paged"
+    return Setup(name, family, make, lambda caches: sum(cache.nbytes for cache in caches))
+
+
+def quantized(bits: int) -> Setup:
+    """mlx-lm's quantised cache where a layer keeps everything; windows have no such cache there."""
+
+    def make(model: Any) -> list[Any]:
+        stock = make_prompt_cache(model)
+        return [
+            QuantizedKVCache(group_size=64, bits=bits)
+            if type(cache).__name__ == "KVCache"
+            else cache
+            for cache in stock
+        ]
+
+    def held(caches: list[Any]) -> float:
+        total = 0.0
+        for cache in caches:
+            if isinstance(cache, QuantizedKVCache):
+                for codes, scales, biases in (cache.keys, cache.values):
+                    rows = cache.offset / codes.shape[-2]
+                    total += rows * (codes.nbytes + 2 * (scales.size + biases.size))
+            else:  # kept as it is, in half precision
+                total += cache.nbytes / 2
+        return total
+
+    return Setup(f"mlx-lm, {bits} bits", "mlx-lm quantised", make, held)
+
+
+def setups() -> list[Setup]:
+    chosen = [paged(name, format=name) for name in ("fp16", "int8", "int4", "int3", "int2")]
+    for policy in ("fp16:256,int8:1024,int4", "fp16:256,int4", "fp16:256,int8:512,int3"):
+        chosen.append(paged(policy, format="fp16", age_policy=AgePolicy.parse(policy)))
+    for method, bits in (("turboquant_mse", 3), ("turboquant_mse", 4), ("kivi", 2), ("kivi", 4)):
+        chosen.append(paged(f"{method}, {bits} bits", method=method, bits=bits))
+    chosen += [quantized(bits) for bits in (8, 4, 3, 2)]
+    return chosen
+
+
+def read(model: Any, caches: list[Any], tokens: list[int]) -> tuple[float, list[int]]:
+    """Perplexity of the tokens, and the most likely token after each."""
+    loss, likely = 0.0, []
+    for start in range(0, len(tokens) - 1, CHUNK):
+        chunk = mx.array(tokens[start : start + CHUNK])
+        logits = model(chunk[None], cache=caches)[0].astype(mx.float32)
+        following = tokens[start + 1 : start + CHUNK + 1]
+        log_probabilities = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        picked = log_probabilities[mx.arange(len(following)), mx.array(following)]
+        best = mx.argmax(logits, axis=-1)
+        mx.eval(picked, best)
+        loss -= float(mx.sum(picked))
+        likely += best.tolist()[: len(following)]
+    return float(mx.exp(mx.array(loss / (len(tokens) - 1)))), likely
+
+
+def measure(name: str, only: str) -> list[Point]:
+    model, tokenizer = load(name, fp32=True)
+    tokens = tokenizer.encode(TEXT.read_text())
+    points = []
+
+    def held_in_half(caches: list[Any]) -> float:
+        return sum(cache.nbytes * len(tokens) / max(cache.size(), 1) for cache in caches) / 2
+
+    reference = Setup("mlx-lm, unquantised", "mlx-lm", make_prompt_cache, held_in_half)
+    expected: list[int] = []
+    for setup in [reference, *(setup for setup in setups() if only in setup.name)]:
+        begin = time.perf_counter()
+        with attention():
+            caches = setup.make(model)
+            perplexity, likely = read(model, caches, tokens)
+        if setup is reference:
+            expected = likely
+        same = sum(a == b for a, b in zip(likely, expected, strict=True)) / len(likely)
+        bytes_a_token = setup.held(caches) / len(tokens)
+        seconds = time.perf_counter() - begin
+        points.append(
+            Point(
+                name,
+                setup.name,
+                setup.family,
+                bytes_a_token,
+                perplexity,
+                same,
+                len(tokens),
+                seconds,
+            )
+        )
+        print(
+            f"{name:10} {setup.name:28} {bytes_a_token:9.0f} B a token  perplexity "
+            f"{perplexity:7.3f}  agreement {same:6.2%}  {seconds:5.0f} s",
+            flush=True,
+        )
+    return points
+
+
+def draw(points: list[Point], picture: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "kvpool"
+    from matplotlib import pyplot
+
+    models = list(dict.fromkeys(point.model for point in points))
+    figure, axes = pyplot.subplots(1, len(models), figsize=(6 * len(models), 4.2), squeeze=False)
+    for axis, model in zip(axes[0], models, strict=True):
+        mine = [point for point in points if point.model == model]
+        for family in dict.fromkeys(point.family for point in mine):
+            row = sorted(
+                (point for point in mine if point.family == family),
+                key=lambda point: point.bytes_a_token,
+            )
+            axis.plot(
+                [point.bytes_a_token for point in row],
+                [point.perplexity for point in row],
+                "o",
+                label=family,
+            )
+        for point in mine:
+            axis.annotate(
+                point.cache,
+                (point.bytes_a_token, point.perplexity),
+                fontsize=6,
+                xytext=(3, 3),
+                textcoords="offset points",
+            )
+        axis.set(title=model, xlabel="bytes a token, all layers", ylabel="perplexity")
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(picture, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", action="append", help="a known model or a folder; may repeat")
+    parser.add_argument("--only", default="", help="caches whose name contains this")
+    parser.add_argument("--json", type=Path, default=OUTPUT, help="default %(default)s")
+    options = parser.parse_args()
+    points = [p for name in options.model or MODELS for p in measure(name, options.only)]
+    report = {"machine": machine(), "points": [asdict(point) for point in points]}
+    options.json.write_text(json.dumps(report, indent=1) + "\n")
+    draw(points, options.json.with_suffix(".svg"))
+
+
+if __name__ == "__main__":
+    main()
