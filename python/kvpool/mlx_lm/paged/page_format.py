@@ -14,6 +14,7 @@ from kvpool.mlx_lm.paged.age_policy import AgePolicy, checked_format
 
 # Methods whose bits are those of the values, too.
 _WIDTH_OF_BOTH = ("kivi", "spectral")
+_FLOATS = ("fp32", "fp16", "bf16")
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,10 @@ class PageFormat:
             keys, values = (_mlx.StreamFormat(name, tiers) for name in recent)
         else:
             assert self.bits is not None
-            of_keys, of_values = (_method(self.method, self.bits, d) for d in (key_dim, value_dim))
+            of_keys, of_values = (
+                _method(self.method, self.bits, dim, name)
+                for dim, name in zip((key_dim, value_dim), recent, strict=True)
+            )
             keys = _mlx.method_keys(of_keys, heads, block_size, recent[0])
             values = _mlx.method_values(of_values, heads, block_size, recent[1])
         return _mlx.PagedLayer(group, heads, key_dim, value_dim, keys, values, window or 0)
@@ -102,12 +106,19 @@ class PageFormat:
 
 
 @lru_cache(maxsize=16)
-def _method(name: str, bits: int, dim: int) -> Any:
-    """A method for vectors of ``dim`` numbers, keys and values of equal width. Immutable: all
-    layers of a model share it."""
+def _method(name: str, bits: int, dim: int, recent: str) -> Any:
+    """A method for vectors of ``dim`` numbers, keys and values of equal width, that come in format
+    ``recent``. Immutable: all layers of a model share it."""
     from kvpool.cache import KVCacheConfig
     from kvpool.cache.quantized import make_native_method
 
     value_bits = None if name in _WIDTH_OF_BOTH else bits
-    config = KVCacheConfig(name, head_dim=dim, bit_width_inlier=bits, value_bits=value_bits)
+    config = KVCacheConfig(
+        name,
+        head_dim=dim,
+        bit_width_inlier=bits,
+        value_bits=value_bits,
+        # kivi keeps the ends of its grids in it; bf16 numbers may pass fp16's range.
+        dtype=recent if recent in _FLOATS else None,
+    )
     return make_native_method(config)
