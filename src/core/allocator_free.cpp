@@ -11,7 +11,9 @@ void BlockPoolAllocator::free(std::span<const BlockHandle> blocks) {
     std::lock_guard guard(state.lock);
     const auto n = static_cast<std::int64_t>(blocks.size());
     const std::uint32_t owner = n == 0 ? kNoOwner : state.owner_of(blocks[0]);
-    if (state.are_alone(blocks, owner) && !state.owners[owner].pinned) {
+    // A block may have been pinned by the handle of an owner that has left it since.
+    const bool unread = state.owners[owner].is_plain() || state.pins.empty();
+    if (unread && state.are_alone(blocks, owner)) {
       notice.prepare(state.observers, n);
       if (state.are_all_in_order(blocks, state.owners[owner])) {
         state.drop_all(owner, notice);

@@ -53,6 +53,20 @@ TEST(AllocatorReaders, field_D3_a_block_that_is_read_is_not_handed_out) {
   EXPECT_EQ(pool.alloc(2, 1)[0].id, read[0].id);
 }
 
+TEST(AllocatorReaders, a_block_pinned_by_a_handle_whose_owner_has_left_it_is_not_handed_out) {
+  Pool pool(4);
+  const auto first = pool.alloc(1, 1);
+  const auto second = pool.fork(1, 2);
+  pool.pin(second);
+  pool.free(second);
+  pool.free(first);
+  pool.check_invariants();
+  EXPECT_EQ(pool.n_free(), 3);
+  pool.unpin(second);
+  pool.check_invariants();
+  EXPECT_EQ(pool.n_free(), 4);
+}
+
 TEST(AllocatorReaders, field_D10_freeing_an_owner_in_mid_step_is_deferred) {
   Pool pool(8);
   const auto blocks = pool.alloc(1, 3);
@@ -152,8 +166,8 @@ TEST(AllocatorReaders, share_gives_one_more_reference_even_to_the_same_owner) {
 TEST(AllocatorReaders, a_pair_is_made_writable_together_or_not_at_all) {
   Pool pool(6, true);  // 3 of keys, 3 of values
   std::vector<BlockHandle> tails(2);
-  ASSERT_FALSE(pool.try_allocate_kv(5, 1, {}, {}, std::span(tails).first(1),
-                                    std::span(tails).last(1)));
+  ASSERT_FALSE(
+      pool.try_allocate_kv(5, 1, {}, {}, std::span(tails).first(1), std::span(tails).last(1)));
   std::vector<BlockHandle> copies(2);
   pool.share(tails, 2, copies);
   pool.allocate(Stream::kValue, 32, 3);
