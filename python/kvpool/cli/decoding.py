@@ -69,9 +69,13 @@ class Request:
             yield response.text
 
     def close(self) -> None:
-        """Ends the generation, wherever it is."""
+        """Ends the generation, wherever it is: nothing reads the caches any more."""
         if self._responses is not None:
+            import mlx.core as mx
+            from mlx_lm.generate import generation_stream
+
             self._responses.close()  # type: ignore[attr-defined]
+            mx.synchronize(generation_stream)  # the token that was computed ahead
 
     @property
     def prompt_speed(self) -> float:

@@ -10,7 +10,7 @@ import mlx_lm
 import pytest
 from kvpool.core.exceptions import BlockPoolExhaustedError
 from kvpool.memory import BlockPoolAllocator, PoolConfig, build_pooled_caches
-from mlx_lm.generate import generate_step, speculative_generate_step
+from mlx_lm.generate import generate_step, generation_stream, speculative_generate_step
 from mlx_lm.models.cache import trim_prompt_cache
 from stock import SMOLLM2_TOKENS, decode
 
@@ -39,7 +39,7 @@ def test_greedy_decoding_is_identical_through_300_tokens(smollm2, smollm2_prompt
 
 def test_paged_caches_give_the_same_tokens(smollm2, smollm2_prompt, smollm2_stock):
     model, _ = smollm2
-    n_tokens = 100
+    n_tokens = 60
     pool = pool_for(model, len(smollm2_prompt) + n_tokens)
     caches = kvpool.build_paged_caches(model, pool, owner=1)
     before = kvpool.attention_stats()
@@ -47,10 +47,11 @@ def test_paged_caches_give_the_same_tokens(smollm2, smollm2_prompt, smollm2_stoc
         tokens = decode(model, smollm2_prompt, n_tokens, caches)
     answered = kvpool.attention_stats().since(before)
     assert answered.kernel == answered.total >= 30 * n_tokens
+    assert tokens == smollm2_stock.result()[:n_tokens]
     caches[0].check_invariants()
     caches[0].release()
+    mx.synchronize(generation_stream)  # mlx-lm computes one token that it never delivers
     check_returned(pool)
-    assert tokens == smollm2_stock.result()[:n_tokens]
 
 
 def test_paged_caches_give_the_same_tokens_without_the_hook(smollm2, smollm2_prompt, smollm2_stock):
