@@ -201,7 +201,7 @@ void AttentionWork::run_sequence(std::size_t index) {
   std::vector<std::byte> wide_mask;
   if (mask_) {
     p.mask_kind = mask_->kind;
-    wide_mask = widened_mask(index, p);
+    wide_mask = widened_mask(*mask_, index, p);
   } else if (rows.hidden() > 0) {
     // The only query, or the window that the mask "causal" stands for: see attend().
     p.window = rows.n_rows - p.n_queries + 1;
@@ -209,10 +209,9 @@ void AttentionWork::run_sequence(std::size_t index) {
   run(p, *rows.view, rows.pool->workers());
 }
 
-std::vector<std::byte> AttentionWork::widened_mask(std::size_t index,
+std::vector<std::byte> AttentionWork::widened_mask(const MaskRows& mask, std::size_t index,
                                                    PagedAttentionParams& p) const {
   const VisibleRows& rows = (*batch_)[index];
-  const MaskRows& mask = *mask_;
   const std::int64_t size = number_bytes(mask.kind);
   // Shorter sequences are padded on their left.
   const std::int64_t first_column = mask.shape[3] == 1 ? 0 : n_rows_ - rows.n_rows;

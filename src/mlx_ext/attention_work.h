@@ -43,7 +43,8 @@ class AttentionWork {
   void run(const kernels::PagedAttentionParams& p, const cache::PageView& view,
            kernels::WorkerPool* workers) const;
   /// The mask over all tokens of the sequence's pages, those out of sight hidden.
-  std::vector<std::byte> widened_mask(std::size_t index, kernels::PagedAttentionParams& p) const;
+  std::vector<std::byte> widened_mask(const MaskRows& mask, std::size_t index,
+                                      kernels::PagedAttentionParams& p) const;
 
   std::shared_ptr<const VisibleBatch> batch_;
   PagedAttention::Options options_;

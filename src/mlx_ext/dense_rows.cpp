@@ -8,7 +8,7 @@
 namespace kvpool::mlx_ext {
 
 DenseRows::DenseRows(const mlx::core::array& rows)
-    : data_(rows.data<std::byte>()), format_(*format_of(rows.dtype())) {
+    : data_(rows.data<std::byte>()), format_(checked_format_of(rows.dtype())) {
   std::copy_n(rows.shape().begin(), 4, shape_.begin());
   std::copy_n(rows.strides().begin(), 4, strides_.begin());
 }

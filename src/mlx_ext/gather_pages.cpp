@@ -88,7 +88,7 @@ void GatherPages::eval_cpu(const std::vector<array>&, array& rows) {
   auto& encoder = mlx::core::cpu::get_command_encoder(stream());
   rows.set_data(mlx::core::allocator::malloc(rows.nbytes()));
   encoder.dispatch([batch = batch_, which = which_, data = rows.data<std::byte>(),
-                    format = *format_of(rows.dtype()), n_rows = std::int64_t{rows.shape(2)},
+                    format = checked_format_of(rows.dtype()), n_rows = std::int64_t{rows.shape(2)},
                     sequence_bytes = rows.nbytes() / batch_->size()] {
     for (std::size_t i = 0; i < batch->size(); ++i) {
       gather_sequence((*batch)[i], which, {data + i * sequence_bytes, format, n_rows});

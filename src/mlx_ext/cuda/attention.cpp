@@ -191,13 +191,13 @@ void add_attention(const VisibleBatch& batch, const PagedAttention::Options& opt
   const array& queries = inputs[batch.size()];
   const std::int64_t n_key_heads = key_layout.shape().n_heads;
   const std::int64_t ratio = queries.shape(1) / n_key_heads;
-  const std::int64_t most = most_queries(*format_of(queries.dtype()));
+  const std::int64_t most = most_queries(checked_format_of(queries.dtype()));
   const std::int64_t parts = (ratio + most - 1) / most;
 
   Variant variant;
   variant.key_dim = key_layout.shape().head_dim;
   variant.value_dim = value_layout.shape().head_dim;
-  variant.query_format = *format_of(queries.dtype());
+  variant.query_format = checked_format_of(queries.dtype());
   variant.formats = formats_of(key_layout) | formats_of(value_layout);
   variant.queries = (ratio + parts - 1) / parts;
   variant.max_batch = batch.size() <= kSmallBatch ? kSmallBatch : kLargeBatch;

@@ -77,7 +77,7 @@ void gather(mlx::core::Stream stream, const std::shared_ptr<const VisibleBatch>&
   const auto tables = cuda::follow_tables(*batch, tokens, encoder);
   const formats::PageShape& shape = stream_of(*batch->front().view, which).layout->shape();
   cuda::GatherParameters p;
-  p.kind.to_format = static_cast<std::int32_t>(*format_of(rows.dtype()));
+  p.kind.to_format = static_cast<std::int32_t>(checked_format_of(rows.dtype()));
   p.kind.from_page = 1;
   p.kind.head_stride = static_cast<std::uint64_t>(rows.strides(1));
   p.kind.token_stride = static_cast<std::uint64_t>(rows.strides(2));

@@ -103,7 +103,7 @@ MoveKind between_pages(const cache::StreamLayout& layout, std::size_t from, std:
 
 MoveKind from_rows(const cache::StreamLayout& layout, const array& rows) {
   MoveKind kind = between_pages(layout, 0, 0);
-  kind.from_format = static_cast<std::int32_t>(*format_of(rows.dtype()));
+  kind.from_format = static_cast<std::int32_t>(checked_format_of(rows.dtype()));
   kind.from_page = 0;
   kind.head_stride = static_cast<std::uint64_t>(rows.strides(1));
   kind.token_stride = static_cast<std::uint64_t>(rows.strides(2));
