@@ -11,8 +11,8 @@ lie in fp32 pages then: its own attention takes an hour on a CPU). The reference
   agreement    share of positions where the most likely next token is the reference's
 
 Bytes a token are those of all layers at the end of the text; mlx-lm's are what its codes and its
-scales of half precision would take, and its window layers' fp16 rows, which it does not quantise. Draws
-docs/paged_quality.svg and writes docs/paged_quality.json unless told otherwise.
+scales of half precision would take, and its window layers' fp16 rows, which it does not
+quantise. Draws docs/paged_quality.svg and writes docs/paged_quality.json unless told otherwise.
 """
 
 # ruff: noqa: E402
