@@ -113,8 +113,8 @@ class Variant {
       if (tiles == 4 && s > 2) continue;  // measured: no gain
       warps = w;
       stages = s;
-      const std::int64_t loop = warps * stages * stage + 8 * key_dim * 4 +
-                                (mixed ? warps * 8 * value_dim * 4 : 0) + 8 * 4;
+      const std::int64_t loop =
+          warps * stages * stage + 8 * key_dim * 4 + (mixed ? warps * 8 * value_dim * 4 : 0) + 32;
       const std::int64_t end = warps * queries * (value_dim + value_dim / kGroup + 2) * 4;
       shared_bytes = std::max(loop, end);
       if (shared_bytes + 1024 <= limit) break;
@@ -153,6 +153,7 @@ std::vector<std::int32_t> split(const std::vector<Sequence>& sequences, std::int
                                   ? std::max<std::int64_t>(256, (n_tokens + slots - 1) / slots)
                                   : std::max<std::int64_t>(1024, n_tokens / (4 * slots));
   std::vector<std::int32_t> splits;
+  splits.reserve(sequences.size());
   for (const Sequence& s : sequences) {
     splits.push_back(static_cast<std::int32_t>(
         std::clamp<std::int64_t>((s.n_tokens - s.first_token) / wanted, 1, most)));

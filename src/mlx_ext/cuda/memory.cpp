@@ -14,6 +14,11 @@
 namespace kvpool::mlx_ext::cuda {
 namespace {
 
+/// CUDA's driver speaks of addresses, MLX and stores of pointers.
+void* pointer(std::uint64_t address) noexcept {
+  return reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr)
+}
+
 /// What MLX keeps for itself is given back before memory counts as used up.
 std::uint64_t allocate_hard(std::size_t bytes) noexcept {
   const Driver& driver = Driver::get();
@@ -93,7 +98,7 @@ mlx::core::allocator::Data output_memory(std::size_t bytes) {
   auto record = std::make_unique<BufferRecord>();
   record->size = rounded(bytes);
   record->device = 0;
-  record->data = reinterpret_cast<void*>(idle_outputs().take(record->size, false));
+  record->data = pointer(idle_outputs().take(record->size, false));
   return {mlx::core::allocator::Buffer(record.release()), drop_output};
 }
 
@@ -103,7 +108,7 @@ Scratch::Scratch(std::size_t bytes)
 Scratch::~Scratch() { idle_scratch().put(size_, address_); }
 
 std::byte* DeviceSlabs::obtain(std::size_t size) noexcept {
-  return reinterpret_cast<std::byte*>(allocate_hard(size));
+  return static_cast<std::byte*>(pointer(allocate_hard(size)));
 }
 
 void DeviceSlabs::give_back(std::byte* data, std::size_t) noexcept {

@@ -28,7 +28,7 @@ struct PageTables::Memory {
 void PageTables::Table::follow(std::span<const kernels::PageRef> pages, std::uint64_t revision,
                                NewEntries& entries) {
   // More than this many are better uploaded.
-  constexpr std::size_t kMostChanges = 2 * kMaxMoves;
+  constexpr std::size_t kMostChanges = std::size_t{2} * kMaxMoves;
   const auto changed = copy.follow(pages, revision);
   if (memory == nullptr || pages.size() > memory->capacity || changed.size() > kMostChanges) {
     std::vector<std::uint64_t> all;
