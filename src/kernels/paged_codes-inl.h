@@ -387,7 +387,10 @@ HWY_INLINE void add_dims(const PageRun& run, std::int64_t quad, const float* sca
       }
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
-        const V weight = hn::LoadU(D(), weights + r * scaled_stride + t);
+        V weight = hn::LoadU(D(), weights + r * scaled_stride + t);
+#if HWY_TARGET == HWY_AVX2
+        asm("" : "+x"(weight.raw));  // else it is loaded once for each of its two products
+#endif
 #pragma GCC unroll 4
         for (int i = 0; i < kCodeDims; ++i) sum[r][i] = hn::MulAdd(weight, code[i], sum[r][i]);
       }

@@ -58,7 +58,7 @@ struct Ahead {
 
 /// Adds a vector's 128-bit blocks.
 template <class DV>
-HWY_INLINE hn::Vec<D4> sum_of_blocks(DV d, hn::Vec<DV> v) {
+HWY_INLINE hn::Vec<D4> sum_of_blocks([[maybe_unused]] DV d, hn::Vec<DV> v) {
   if constexpr (hn::MaxLanes(DV()) == 4) {
     return v;
   } else {
