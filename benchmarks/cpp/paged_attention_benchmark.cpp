@@ -1,8 +1,7 @@
 // Decode attention over pages: one query of 32 heads over 8 kv heads of 128 dims, block size 16.
 // Calls go through as many layers as make 512 MiB, so that no page is still in a cache when it is
 // read again; plain_read reads the same bytes in the same order. Pages lie in huge pages where the
-// system gives them. Arguments: tokens, threads. Every implementation of this machine is measured;
-// ratios to a framework's attention are for its own benchmark (bench_paged_attention.py).
+// system gives them. Arguments: tokens, threads. Every implementation of this machine is measured.
 #include <benchmark/benchmark.h>
 #include <sys/mman.h>
 
