@@ -544,6 +544,12 @@ void share(WorkerPool* workers, std::int64_t n, const Work& work) {
 
 template <class Dot>
 void run(const PagedAttentionParams& params, std::byte* scratch, WorkerPool* workers) noexcept {
+  // Less than this many products are done before a thread would have woken.
+  constexpr std::int64_t kSmallWork = std::int64_t{1} << 20;
+  std::int64_t tokens = 0;
+  for (std::int64_t b = 0; b < params.batch; ++b) tokens += sequence_length(params, b);
+  const std::int64_t row_products = params.keys.shape.head_dim + params.values.shape.head_dim;
+  if (tokens * params.n_q_heads * params.n_queries * row_products < kSmallWork) workers = nullptr;
   const Decode decode(params, scratch, workers == nullptr ? 1 : workers->n_threads(),
                       kCodeScorer<Dot>);
   // Few of them cost less than waking anybody.

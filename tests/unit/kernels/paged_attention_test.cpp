@@ -265,7 +265,7 @@ TEST_P(PagedAttention, queries_as_integers_add_little_to_the_error_of_codes) {
 TEST_P(PagedAttention, the_same_bits_with_any_number_of_threads) {
   WorkerPool two(2);
   WorkerPool three(3);
-  PagedData data({.lengths = {1000, 30},
+  PagedData data({.lengths = {2000, 30},
                   .n_queries = 2,
                   .formats = {Format::kFp16, Format::kInt8, Format::kInt4}});
   const std::vector<float> alone = data.run(decode());
