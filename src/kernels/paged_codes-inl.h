@@ -196,18 +196,62 @@ HWY_INLINE V dim_of(VU codes) {
   return hn::ConvertTo(D(), hn::BitCast(DI(), code));
 }
 
-/// Eight quads' share of R queries' sums; unless kAll, the last 8 - n are not there. Apart, since
-/// sums stay in registers only where nothing branches.
-template <class Dot, int bits, int R, bool kAll, int U = 0>
-HWY_INLINE void dot_quads(const std::uint32_t* words, std::int64_t lanes, std::int64_t n,
-                          const CodeQuery* queries, std::int64_t quad,
-                          typename Dot::Sum (&sums)[R]) {
+/// Where the codes of a quad lie in the words of a token, and how far to shift them. At run time:
+/// a loop for each quad would be most of a target's code.
+template <int bits>
+struct QuadPlace {
+  std::int64_t word;  // with the codes, or their low two bits
+  int shift;
+  std::int64_t high_word = 0;  // of three bits: with the high ones
+  int high_shift = 0;
+
+  explicit QuadPlace(std::int64_t quad) {
+    constexpr int kQuads = bits == 3 ? 4 : 8 / bits;
+    if constexpr (bits == 3) {
+      word = quad / 8 * 3 + quad % 8 / 4;
+      high_word = quad / 8 * 3 + 2;
+      high_shift = static_cast<int>(quad % 8);
+    } else {
+      word = quad / kQuads;
+    }
+    shift = (bits == 3 ? 2 : bits) * static_cast<int>(quad % kQuads);
+  }
+
+  /// The quad's codes, one a byte, from a vector of tokens' words.
+  HWY_INLINE VU codes(const std::uint32_t* words, std::int64_t lanes) const {
+    constexpr std::uint32_t kMask = 0x01010101u * (bits == 3 ? 3 : (1u << bits) - 1);
+    const VU all = hn::LoadU(DU(), words + word * lanes);
+    const VU low = hn::And(hn::ShiftRightSame(all, shift), hn::Set(DU(), kMask));
+    if constexpr (bits != 3) return low;
+    const VU high = hn::LoadU(DU(), words + high_word * lanes);
+    const VU bit = hn::And(hn::ShiftRightSame(high, high_shift), hn::Set(DU(), 0x01010101));
+    return hn::Or(low, hn::ShiftLeft<2>(bit));
+  }
+
+  /// The codes of the quad's dim i alone.
+  template <int i>
+  HWY_INLINE V code(const std::uint32_t* words, std::int64_t lanes) const {
+    constexpr std::uint32_t kMask = bits == 3 ? 3 : (1u << bits) - 1;
+    const VU all = hn::LoadU(DU(), words + word * lanes);
+    VU codes = hn::And(hn::ShiftRightSame(all, 8 * i + shift), hn::Set(DU(), kMask));
+    if constexpr (bits == 3) {
+      const VU high = hn::LoadU(DU(), words + high_word * lanes);
+      const VU bit = hn::And(hn::ShiftRightSame(high, 8 * i + high_shift), hn::Set(DU(), 1));
+      codes = hn::Or(codes, hn::ShiftLeft<2>(bit));
+    }
+    return hn::ConvertTo(D(), hn::BitCast(DI(), codes));
+  }
+};
+
+/// Eight quads' share of R queries' sums, without a branch, so that sums stay in registers.
+template <class Dot, int bits, int R, int U = 0>
+HWY_INLINE void dot_quads(const std::uint32_t* words, std::int64_t lanes, const CodeQuery* queries,
+                          std::int64_t quad, typename Dot::Sum (&sums)[R]) {
   if constexpr (U < 8) {
-    if (!kAll && U >= n) return;
     const VU codes = quad_of<bits, U>(words, lanes);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) sums[r].add(codes, queries[r], quad + U);
-    dot_quads<Dot, bits, R, kAll, U + 1>(words, lanes, n, queries, quad, sums);
+    dot_quads<Dot, bits, R, U + 1>(words, lanes, queries, quad, sums);
   }
 }
 
@@ -243,14 +287,16 @@ void score_codes(const CodeQuery* queries, const std::byte* head, const formats:
       typename Dot::Sum sums[R];
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) sums[r].clear();
-      for (std::int64_t k = from; k < std::min(quads, from + kGroupQuads); k += 8) {
+      const std::int64_t to = std::min(quads, from + kGroupQuads);
+      std::int64_t k = from;
+      for (; k + 8 <= to; k += 8) {
         ahead.step();
-        const std::uint32_t* eight = words + k / 8 * bits * lanes;
-        if (quads - k >= 8) {
-          dot_quads<Dot, bits, R, true>(eight, lanes, 8, queries, k, sums);
-        } else {
-          dot_quads<Dot, bits, R, false>(eight, lanes, quads - k, queries, k, sums);
-        }
+        dot_quads<Dot, bits, R>(words + k / 8 * bits * lanes, lanes, queries, k, sums);
+      }
+      for (; k < to; ++k) {
+        const VU codes = QuadPlace<bits>(k).codes(words, lanes);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) sums[r].add(codes, queries[r], k);
       }
       const V scale = load_halves(scales + (g * block_size + t) * 2);
       const V minimum = load_halves(minimums + (g * block_size + t) * 2);
@@ -336,33 +382,11 @@ HWY_INLINE void scale_weights(const PageRun& run, const float* weights, std::int
   }
 }
 
-/// The code of dim i of quad U of eight as a float, from the tokens' words.
-template <int bits, int U, int i>
-HWY_INLINE V code_of(const std::uint32_t* words, std::int64_t lanes) {
-  const auto word = [&](std::int64_t w) HWY_ATTR { return hn::LoadU(DU(), words + w * lanes); };
-  VU code;
-  if constexpr (bits == 3) {
-    constexpr int kHigh = 8 * i + U;  // to bit 2
-    code = hn::And(hn::ShiftRight<8 * i + 2 * (U % 4)>(word(U / 4)), hn::Set(DU(), 3));
-    VU high = word(2);
-    if constexpr (kHigh > 2) high = hn::ShiftRight<kHigh - 2>(high);
-    if constexpr (kHigh < 2) high = hn::ShiftLeft<2 - kHigh>(high);
-    code = hn::Or(code, hn::And(high, hn::Set(DU(), 4)));
-  } else {
-    constexpr int kQuads = 8 / bits;
-    constexpr int kShift = 8 * i + bits * (U % kQuads);
-    code = word(U / kQuads);
-    if constexpr (kShift > 0) code = hn::ShiftRight<kShift>(code);
-    if constexpr (kShift + bits < 32) code = hn::And(code, hn::Set(DU(), (1u << bits) - 1));
-  }
-  return hn::ConvertTo(D(), hn::BitCast(DI(), code));
-}
-
-/// sums[r][dim] += scaled[r] . codes, for dims kFirst .. kFirst + kCodeDims of quad U of the eight
-/// that begin with `quad`.
-template <int bits, int R, int U, int kFirst>
+/// sums[r][dim] += scaled[r] . codes, for dims kFirst .. kFirst + kCodeDims of a quad.
+template <int bits, int R, int kFirst>
 HWY_INLINE void add_dims(const PageRun& run, std::int64_t quad, const float* scaled,
                          std::int64_t scaled_stride, float* sums, std::int64_t sum_stride) {
+  const QuadPlace<bits> place(quad);
   const std::int64_t lanes = run.lanes;
   const std::int64_t n_words = run.layout.words();
   V sum[R][4];
@@ -372,18 +396,17 @@ HWY_INLINE void add_dims(const PageRun& run, std::int64_t quad, const float* sca
     for (int i = 0; i < 4; ++i) sum[r][i] = hn::Zero(D());
   }
   for (std::int64_t page = 0; page < run.n_pages; ++page) {
-    const auto* words =
-        reinterpret_cast<const std::uint32_t*>(run.pages[page].rows) + quad / 8 * bits * lanes;
+    const auto* words = reinterpret_cast<const std::uint32_t*>(run.pages[page].rows);
     const float* weights = scaled + page * run.layout.shape.block_size;
-    if constexpr (kFirst == 0) run.pages[page].ahead.after(quad + U).step();
+    if constexpr (kFirst == 0) run.pages[page].ahead.after(quad).step();
     for (std::int64_t t = 0; t < run.pages[page].n_rows; t += kLanes) {
       const std::uint32_t* tokens = words + first_word(t, lanes, n_words);
       V code[kCodeDims];
-      code[0] = code_of<bits, U, kFirst>(tokens, lanes);
-      code[1] = code_of<bits, U, kFirst + 1>(tokens, lanes);
+      code[0] = place.template code<kFirst>(tokens, lanes);
+      code[1] = place.template code<kFirst + 1>(tokens, lanes);
       if constexpr (kCodeDims == 4) {
-        code[2] = code_of<bits, U, 2>(tokens, lanes);
-        code[3] = code_of<bits, U, 3>(tokens, lanes);
+        code[2] = place.template code<2>(tokens, lanes);
+        code[3] = place.template code<3>(tokens, lanes);
       }
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
@@ -399,28 +422,13 @@ HWY_INLINE void add_dims(const PageRun& run, std::int64_t quad, const float* sca
   const hn::CappedTag<float, kCodeDims> few;
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
-    float* to = sums + r * sum_stride + 4 * (quad + U) + kFirst;
+    float* to = sums + r * sum_stride + 4 * quad + kFirst;
     const auto all = sums_of_four(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
     if constexpr (kCodeDims == 4) {
       hn::StoreU(hn::Add(all, hn::LoadU(few, to)), few, to);
     } else {
       hn::StoreU(hn::Add(hn::LowerHalf(few, all), hn::LoadU(few, to)), few, to);
     }
-  }
-}
-
-/// The same for quads U .. of the eight, of which n are there.
-template <int bits, int R, int U = 0>
-HWY_INLINE void add_quads(const PageRun& run, std::int64_t quad, std::int64_t n,
-                          const float* scaled, std::int64_t scaled_stride, float* sums,
-                          std::int64_t sum_stride) {
-  if constexpr (U < 8) {
-    if (U >= n) return;
-    add_dims<bits, R, U, 0>(run, quad, scaled, scaled_stride, sums, sum_stride);
-    if constexpr (kCodeDims == 2) {
-      add_dims<bits, R, U, 2>(run, quad, scaled, scaled_stride, sums, sum_stride);
-    }
-    add_quads<bits, R, U + 1>(run, quad, n, scaled, scaled_stride, sums, sum_stride);
   }
 }
 
@@ -432,9 +440,13 @@ HWY_INLINE void add_codes(const PageRun& run, const float* weights, std::int64_t
                           std::int64_t sum_stride) {
   scale_weights<R>(run, weights, weight_stride, split_width, scaled, sums, sum_stride);
   const std::int64_t quads = (run.layout.shape.head_dim + 3) / 4;
-  for (std::int64_t k = 0; k < quads; k += 8) {
-    add_quads<bits, R>(run, k, quads - k, scaled + k / kGroupQuads * split_width,
-                       run.layout.groups() * split_width, sums, sum_stride);
+  for (std::int64_t k = 0; k < quads; ++k) {
+    const float* group = scaled + k / kGroupQuads * split_width;
+    const std::int64_t group_stride = run.layout.groups() * split_width;
+    add_dims<bits, R, 0>(run, k, group, group_stride, sums, sum_stride);
+    if constexpr (kCodeDims == 2) {
+      add_dims<bits, R, 2>(run, k, group, group_stride, sums, sum_stride);
+    }
   }
 }
 
