@@ -23,7 +23,7 @@ PagedPool::PagedPool(std::shared_ptr<core::BlockPoolAllocator> blocks,
       store_(std::move(store)),
       workers_(std::move(workers)),
       groups_(std::make_shared<GroupRegistry>()) {
-  blocks_->add_observer(std::weak_ptr<core::PinObserver>(groups_));
+  blocks_->add_pin_observer(groups_);
 }
 
 PagedPool::~PagedPool() = default;

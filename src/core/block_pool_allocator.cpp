@@ -53,7 +53,7 @@ void BlockPoolAllocator::add_observer(std::weak_ptr<PoolObserver> observer) {
   replaced = std::exchange(state_->observers, extended(state_->observers, std::move(observer)));
 }
 
-void BlockPoolAllocator::add_observer(std::weak_ptr<PinObserver> observer) {
+void BlockPoolAllocator::add_pin_observer(std::weak_ptr<PinObserver> observer) {
   std::shared_ptr<const PinObserverList> replaced;
   std::lock_guard guard(state_->lock);
   replaced =

@@ -172,7 +172,7 @@ class BlockPoolAllocator {
 
   /// Adds an observer for as long as it lives.
   void add_observer(std::weak_ptr<PoolObserver> observer);
-  void add_observer(std::weak_ptr<PinObserver> observer);
+  void add_pin_observer(std::weak_ptr<PinObserver> observer);
 
   /// Throws Error naming the first book that does not add up. For tests and fuzzers: O(blocks).
   void check_invariants() const;
