@@ -124,8 +124,8 @@ void bind_paged_layer(nb::module_& m) {
       .def("reset", &PagedLayerArrays::reset, "Gives this layer's blocks back.")
       .def(
           "fork",
-          [](PagedLayerArrays& self, std::shared_ptr<PagedGroup> group) {
-            return ready(self).fork(std::move(group));
+          [](PagedLayerArrays& self, const std::shared_ptr<PagedGroup>& group) {
+            return ready(self).fork(group);
           },
           "group"_a, "A copy at the end of another group, which shares every block.");
 

@@ -17,7 +17,7 @@ namespace {
 
 std::string in_call(const char* call) { return std::string("[PagedLayer::") + call + "] "; }
 
-const PagedLayerSpec& checked(const PagedLayerSpec& spec) {
+PagedLayerSpec checked(const PagedLayerSpec& spec) {
   const auto refuse = [](const char* what, std::int64_t got) {
     throw InvalidArgument(std::string("[PagedLayer] ") + what + ", got " + std::to_string(got));
   };
@@ -533,7 +533,7 @@ void PagedLayer::forget() noexcept {
 
 // --- copies --------------------------------------------------------------------------------------
 
-std::unique_ptr<PagedLayer> PagedLayer::fork(std::shared_ptr<PagedGroup> group) const {
+std::unique_ptr<PagedLayer> PagedLayer::fork(const std::shared_ptr<PagedGroup>& group) const {
   if (group == nullptr || group->pool() != group_->pool()) {
     throw InvalidArgument(in_call("fork") + "group must be of the same pool");
   }

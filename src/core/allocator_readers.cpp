@@ -34,7 +34,9 @@ void BlockPoolAllocator::unpin(std::span<const BlockHandle> blocks) {
     notice.prepare(state.observers, static_cast<std::int64_t>(blocks.size()));
     for (const BlockHandle& block : blocks) {
       std::uint32_t& pins = state.pins[block.record];
-      if (pins == 0 || --pins != 0) continue;  // named more often than it was pinned
+      if (pins == 0) continue;  // named more often than it was pinned
+      --pins;
+      if (pins != 0) continue;
       const BlockRecord& record = state.blocks[block.record];
       if (record.references != 0) continue;
       state.stats.fragmented_count -= state.is_fragmented(record.n_used);

@@ -9,8 +9,6 @@
 
 namespace kvpool::kernels {
 
-using formats::PageLayout;
-
 void paged_attention_scalar(const PagedAttentionParams& p, std::byte* scratch) noexcept {
   const std::int64_t key_dim = p.keys.shape.head_dim;
   const std::int64_t value_dim = p.values.shape.head_dim;

@@ -443,7 +443,7 @@ class Prefill {
   TokenRange seen_by_all_;  // by each of them
   // Of the tile at hand: whether all its tokens are seen by all rows; else row r sees from_[r] ..
   // to_[r], and the kRowStep rows from i * kRowStep on see nothing from ends_[i] on.
-  bool all_seen_;
+  bool all_seen_ = false;
   std::int32_t from_[PrefillPlan::kRows];
   std::int32_t to_[PrefillPlan::kRows];
   std::int64_t ends_[PrefillPlan::kRows / PrefillPlan::kRowStep];

@@ -59,6 +59,8 @@ class SignalsBlocked {
 /// work_ while nobody is inside, opens the door, takes items like everybody else, closes the door
 /// once none is left, and waits until all who entered have left. So a thread that wakes late finds
 /// a closed door (or the next work) and nobody waits for it.
+// What many threads write lies in lines of its own.
+// NOLINTNEXTLINE(clang-analyzer-optin.performance.Padding)
 class WorkerPool::Team {
  public:
   explicit Team(int n_threads) {
@@ -68,7 +70,7 @@ class WorkerPool::Team {
       for (int worker = 1; worker < n_threads; ++worker) {
         threads_.emplace_back([this, worker] { serve(worker); });
       }
-    } catch (const std::exception&) {
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
       // The system has no more threads to give: those that run are enough.
     }
   }

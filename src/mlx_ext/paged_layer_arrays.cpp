@@ -209,11 +209,11 @@ void PagedLayerArrays::reset() {
   start_anew();
 }
 
-std::unique_ptr<PagedLayerArrays> PagedLayerArrays::fork(std::shared_ptr<cache::PagedGroup> group) {
+std::unique_ptr<PagedLayerArrays> PagedLayerArrays::fork(
+    const std::shared_ptr<cache::PagedGroup>& group) {
   const Use use(*this, "PagedLayer::fork");
   settle();
-  return std::unique_ptr<PagedLayerArrays>(
-      new PagedLayerArrays(layer_->fork(std::move(group)), *this));
+  return std::unique_ptr<PagedLayerArrays>(new PagedLayerArrays(layer_->fork(group), *this));
 }
 
 array PagedLayerArrays::order_token() {

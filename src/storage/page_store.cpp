@@ -226,7 +226,7 @@ std::optional<ByteShortage> PageStore::try_take(std::int64_t bytes, std::span<Sl
       const std::lock_guard guard(state.lock);
       size_class = &state.class_of(size);
       if (!shortage && needed > state.left()) {
-        shortage = ByteShortage{needed, state.left(), *state.options.byte_budget};
+        shortage = ByteShortage{needed, state.left(), state.options.byte_budget.value_or(0)};
       }
       if (shortage) {
         // Slabs that were added for this call, or for another one that will add its own.

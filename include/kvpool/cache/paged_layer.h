@@ -86,7 +86,7 @@ class PagedLayer {
   /// A copy at the end of `group`, of the same pool, which shares every block: no bytes are copied
   /// and no block is taken until one of the two writes to a shared one. Throws InvalidArgument for
   /// another pool, and LeaseLost.
-  std::unique_ptr<PagedLayer> fork(std::shared_ptr<PagedGroup> group) const;
+  std::unique_ptr<PagedLayer> fork(const std::shared_ptr<PagedGroup>& group) const;
 
  private:
   friend class PagedGroup;

@@ -66,7 +66,7 @@ class PagedLayerArrays {
   void roll_back(std::int64_t n_tokens);
   void reset();
   /// A copy at the end of `group`, whose appends come after those of this layer.
-  std::unique_ptr<PagedLayerArrays> fork(std::shared_ptr<cache::PagedGroup> group);
+  std::unique_ptr<PagedLayerArrays> fork(const std::shared_ptr<cache::PagedGroup>& group);
 
   /// Evaluating it runs the appends so far and gathers nothing.
   array order_token();
