@@ -189,17 +189,20 @@ def draw(points: list[Point], picture: Path) -> None:
                 "o",
                 label=family,
             )
+        top = 1.7 * min(point.perplexity for point in mine)
         for point in mine:
-            axis.annotate(
-                point.cache,
-                (point.bytes_a_token, point.perplexity),
-                fontsize=6,
-                xytext=(3, 3),
-                textcoords="offset points",
-            )
+            if point.perplexity < top:
+                axis.annotate(
+                    point.cache,
+                    (point.bytes_a_token, point.perplexity),
+                    fontsize=6,
+                    rotation=50,
+                    xytext=(1, 4),
+                    textcoords="offset points",
+                )
+        axis.set_ylim(top * 0.55, top * 1.1)  # what is worse is in the table
         axis.set(title=model, xlabel="bytes a token, all layers", ylabel="perplexity")
         axis.set_xscale("log")
-        axis.set_yscale("log")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
     figure.tight_layout()
