@@ -102,7 +102,7 @@ std::optional<BufferShape> LayerLease::append(std::int64_t batch, std::int64_t n
     throw;
   }
   if (opens) group_->open_step();
-  group_->reservation_.taken_pairs += std::max<std::int64_t>(lease.n_pairs() - pairs, 0);
+  group_->reservation_.note_taken(std::max<std::int64_t>(lease.n_pairs() - pairs, 0));
   layer_->before = std::exchange(layer_->now, next);
   layer_->moved = true;
   group_->writing_ = layer_;
@@ -179,7 +179,7 @@ void LayerLease::replace(std::int64_t batch, const BufferShape& shape, const cha
   }
   lease.set_padding(0, {});
   lease.set_used(shape.used());
-  group_->reservation_.taken_pairs += std::max<std::int64_t>(lease.n_pairs() - pairs, 0);
+  group_->reservation_.note_taken(std::max<std::int64_t>(lease.n_pairs() - pairs, 0));
   layer_->now = layer_->before = shape;
   layer_->moved = false;
   if (group_->writing_ == layer_) group_->writing_ = nullptr;

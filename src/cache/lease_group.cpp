@@ -92,20 +92,8 @@ bool LeaseGroup::has_at_hand(std::int64_t pairs) const {
   return pairs <= std::min(at_hand(Stream::kKey), at_hand(Stream::kValue));
 }
 
-// A guess: other owners may come in between. The reservation decides.
 bool LeaseGroup::has_room_for(std::int64_t pairs) const {
-  if (!pool_->config().separate_kv) {
-    return 2 * pairs <= pool_->n_allocatable(Stream::kShared, owner_);
-  }
-  const auto missing = [&](Stream stream) {
-    const std::int64_t at_hand = pool_->n_available(stream) + pool_->n_reserved(stream, owner_);
-    return std::pair(std::max<std::int64_t>(pairs - at_hand, 0),
-                     pool_->n_allocatable(stream, owner_) - at_hand);
-  };
-  const auto [missing_keys, key_growth] = missing(Stream::kKey);
-  const auto [missing_values, value_growth] = missing(Stream::kValue);
-  // Growth is shared: what keys grow by, values cannot.
-  return missing_keys + missing_values <= std::min(key_growth, value_growth);
+  return StepReservation::has_room(*pool_, owner_, pairs);
 }
 
 void LeaseGroup::throw_exhausted(const core::Shortage& shortage, std::int64_t batch,
@@ -124,20 +112,6 @@ void LeaseGroup::throw_exhausted(const core::Shortage& shortage, std::int64_t ba
       shortage, fits);
 }
 
-std::optional<core::Shortage> LeaseGroup::reserve(std::int64_t pairs) {
-  const bool separate = pool_->config().separate_kv;
-  Reservation wanted;
-  wanted.active = true;
-  wanted.keys = pool_->n_reserved(separate ? Stream::kKey : Stream::kShared, owner_);
-  wanted.values = separate ? pool_->n_reserved(Stream::kValue, owner_) : 0;
-  // An owner's own reservation is there to be drawn on: only what it lacks is added.
-  const std::int64_t keys = std::max(wanted.keys, separate ? pairs : 2 * pairs);
-  const std::int64_t values = separate ? std::max(wanted.values, pairs) : 0;
-  if (auto shortage = pool_->try_reserve(owner_, keys, values)) return shortage;
-  reservation_ = wanted;
-  return std::nullopt;
-}
-
 void LeaseGroup::plan_step(std::int64_t batch, std::int64_t n_tokens) {
   close_step();
   halvings_ = 0;
@@ -152,10 +126,10 @@ void LeaseGroup::plan_step(std::int64_t batch, std::int64_t n_tokens) {
     while (pairs > least && too_much()) pairs = pairs_needed(batch, n_tokens, ++halvings_);
     // One layer allocates for itself: nothing can come between.
     if (layers_.size() > 1) {
-      auto shortage = reserve(pairs);
+      auto shortage = reservation_.open(*pool_, owner_, pairs);
       if (shortage && pairs > least) {
         halvings_ = BufferGrowth::kNoSpare;
-        shortage = reserve(least);
+        shortage = reservation_.open(*pool_, owner_, least);
       }
       if (shortage) throw_exhausted(*shortage, batch, n_tokens);
     }
@@ -179,28 +153,15 @@ void LeaseGroup::prepare(std::int64_t pairs, const char* call) {
   const std::lock_guard lock(mutex_);
   close_step();
   if (pool_ == nullptr || pairs <= 0) return;
-  if (auto shortage = reserve(pairs)) throw StepExhausted(shortage->message(call), *shortage, 0);
+  if (const auto shortage = reservation_.open(*pool_, owner_, pairs)) {
+    throw StepExhausted(shortage->message(call), *shortage, 0);
+  }
 }
 
 void LeaseGroup::close_step() noexcept {
   in_step_ = false;
   writing_ = nullptr;
-  if (!std::exchange(reservation_.active, false)) return;
-  try {
-    const bool separate = pool_->config().separate_kv;
-    const std::int64_t taken = reservation_.taken_pairs;
-    const std::int64_t keys = reservation_.keys - (separate ? taken : 2 * taken);
-    const std::int64_t values = separate ? reservation_.values - taken : 0;
-    const bool all_taken =
-        pool_->n_reserved(separate ? Stream::kKey : Stream::kShared, owner_) <= keys &&
-        (!separate || pool_->n_reserved(Stream::kValue, owner_) <= values);
-    if (all_taken) return;
-    // Never more than is reserved now, so there is no shortage to hear of.
-    (void)pool_->try_reserve(owner_, std::max<std::int64_t>(keys, 0),
-                             std::max<std::int64_t>(values, 0));
-  } catch (...) {  // NOLINT(bugprone-empty-catch)
-    // Out of memory: the reservation stays until the owner's next.
-  }
+  if (pool_ != nullptr) reservation_.close(*pool_, owner_);
 }
 
 void LeaseGroup::close_step_if_complete() noexcept {

@@ -3,11 +3,11 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <vector>
 
 #include "kvpool/base/ids.h"
 #include "kvpool/cache/buffer_growth.h"
+#include "kvpool/cache/step_reservation.h"
 #include "kvpool/cache/token_lease.h"
 #include "kvpool/core/block_pool_allocator.h"
 
@@ -84,15 +84,6 @@ class LeaseGroup {
     std::int64_t granted = 0;
   };
 
-  /// What the owner had reserved before the step, and what its layers took since. Without separate
-  /// streams `keys` stands for the one list.
-  struct Reservation {
-    std::int64_t keys = 0;
-    std::int64_t values = 0;
-    std::int64_t taken_pairs = 0;
-    bool active = false;
-  };
-
   // All below: with mutex_ held.
   bool torn_before(const Layer& layer) const noexcept;
   bool torn() const noexcept;
@@ -104,7 +95,6 @@ class LeaseGroup {
   std::int64_t pairs_to_follow(std::int64_t batch, std::int64_t n_tokens) const;
   std::int64_t pairs_needed_tightened(std::int64_t batch, std::int64_t n_tokens) const;
   bool has_room_for(std::int64_t pairs) const;
-  [[nodiscard]] std::optional<core::Shortage> reserve(std::int64_t pairs);
   [[noreturn]] void throw_exhausted(const core::Shortage& shortage, std::int64_t batch,
                                     std::int64_t n_tokens) const;
 
@@ -116,7 +106,7 @@ class LeaseGroup {
   /// The layer that has moved and whose buffers do not show it yet.
   const Layer* writing_ = nullptr;
   int halvings_ = 0;
-  Reservation reservation_;
+  StepReservation reservation_;
   TrimRound trim_round_;
 };
 
