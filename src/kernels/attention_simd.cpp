@@ -12,7 +12,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "kvpool/base/half.h"
+#include "float_lanes-inl.h"
 #include "kvpool/kernels/attention.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -28,32 +28,6 @@ using V = hn::Vec<D>;
 // sums are formed in the same order whatever the batch.
 constexpr std::int64_t kTokens = 64;
 constexpr std::int64_t kQueries = 16;
-
-// How a row of numbers is read: Number is the stored type.
-
-struct Fp32Rows {
-  using Number = float;
-  static HWY_INLINE V load(D d, const Number* p) { return hn::LoadU(d, p); }
-  static float widen(Number number) { return number; }
-};
-
-struct Fp16Rows {
-  using Number = std::uint16_t;
-  static HWY_INLINE V load(D d, const Number* p) {
-    const hn::Rebind<hwy::float16_t, D> narrow;
-    return hn::PromoteTo(d, hn::LoadU(narrow, reinterpret_cast<const hwy::float16_t*>(p)));
-  }
-  static float widen(Number number) { return half_to_float(number); }
-};
-
-struct Bf16Rows {
-  using Number = std::uint16_t;
-  static HWY_INLINE V load(D d, const Number* p) {
-    const hn::Rebind<hwy::bfloat16_t, D> narrow;
-    return hn::PromoteTo(d, hn::LoadU(narrow, reinterpret_cast<const hwy::bfloat16_t*>(p)));
-  }
-  static float widen(Number number) { return bfloat16_to_float(number); }
-};
 
 /// scores[t] = scale * <query, key row t> for n rows of `dim` numbers.
 template <class Rows>
@@ -190,14 +164,7 @@ void attend(const AttentionParams& p) noexcept {
 }
 
 void Attention(const AttentionParams& params) {
-  switch (params.format) {
-    case formats::Format::kFp16:
-      return attend<Fp16Rows>(params);
-    case formats::Format::kBf16:
-      return attend<Bf16Rows>(params);
-    default:
-      return attend<Fp32Rows>(params);
-  }
+  with_float_lanes(params.format, [&](auto kind) HWY_ATTR { attend<decltype(kind)>(params); });
 }
 
 }  // namespace HWY_NAMESPACE

@@ -34,11 +34,12 @@ HWY_INLINE void decode_rows(const formats::PageLayout& layout, const std::byte* 
 namespace hn = hwy::HWY_NAMESPACE;
 
 template <class Lanes>
-HWY_INLINE void decode_floats(const typename Lanes::Number* HWY_RESTRICT from, std::int64_t count,
-                              std::int64_t dim, float* HWY_RESTRICT rows, std::int64_t stride) {
+HWY_INLINE void decode_floats(const typename Lanes::Number* HWY_RESTRICT from,
+                              std::int64_t from_stride, std::int64_t count, std::int64_t dim,
+                              float* HWY_RESTRICT rows, std::int64_t stride) {
   const D d;
   const std::int64_t whole = dim - dim % kLanes;
-  for (std::int64_t t = 0; t < count; ++t, from += dim, rows += stride) {
+  for (std::int64_t t = 0; t < count; ++t, from += from_stride, rows += stride) {
     for (std::int64_t j = 0; j < whole; j += kLanes) {
       hn::StoreU(Lanes::load(d, from + j), d, rows + j);
     }
@@ -109,7 +110,7 @@ HWY_INLINE void decode_rows(const formats::PageLayout& layout, const std::byte* 
       using Lanes = decltype(kind);
       decode_floats<Lanes>(
           reinterpret_cast<const typename Lanes::Number*>(from) + first * layout.shape.head_dim,
-          count, layout.shape.head_dim, rows, stride);
+          layout.shape.head_dim, count, layout.shape.head_dim, rows, stride);
     });
   }
   // Tokens of a vector must lie side by side.

@@ -40,14 +40,6 @@ HWY_INLINE std::int64_t tile_tokens(const PageLayout& layout) {
 }
 
 template <class Lanes>
-HWY_INLINE void widen_row(const std::byte* row, std::int64_t n, float* to) {
-  const auto* from = reinterpret_cast<const typename Lanes::Number*>(row);
-  std::int64_t j = 0;
-  for (; j + kLanes <= n; j += kLanes) hn::StoreU(Lanes::load(D(), from + j), D(), to + j);
-  for (; j < n; ++j) to[j] = Lanes::widen(from[j]);
-}
-
-template <class Lanes>
 HWY_INLINE void narrow_row(const float* from, std::int64_t n, std::byte* row) {
   auto* to = reinterpret_cast<typename Lanes::Number*>(row);
   std::int64_t j = 0;
@@ -155,10 +147,9 @@ void append_rows_simd(const PageLayout& layout, std::byte* page, std::int64_t fi
       const std::byte* from =
           rows.data + (h * rows.head_stride + t * rows.token_stride) * number_bytes;
       with_float_lanes(rows.format, [&](auto kind) HWY_ATTR {
-        for (std::int64_t i = 0; i < n; ++i) {
-          widen_row<decltype(kind)>(from + i * rows.token_stride * number_bytes, dim,
-                                    tile + i * dim);
-        }
+        using Lanes = decltype(kind);
+        decode_floats<Lanes>(reinterpret_cast<const typename Lanes::Number*>(from),
+                             rows.token_stride, n, dim, tile, dim);
       });
       encode_rows(layout, page, h, first + t, n, tile, dim);
     }
@@ -230,16 +221,8 @@ namespace kvpool::kernels {
 HWY_EXPORT(Pages);
 
 std::vector<PageKernels> simd_page_kernels() {
-  struct Target {
-    std::string_view name;
-    PageKernels (*kernels)();
-  };
-  std::vector<PageKernels> list;
-  for (const Target& target : supported_kernels<Target>(HWY_DISPATCH_TABLE(Pages))) {
-    const PageKernels kernels = target.kernels();
-    if (kernels.append_rows != nullptr) list.push_back(kernels);
-  }
-  return list;
+  return made_kernels(HWY_DISPATCH_TABLE(Pages),
+                      [](const PageKernels& kernels) { return kernels.append_rows != nullptr; });
 }
 
 }  // namespace kvpool::kernels

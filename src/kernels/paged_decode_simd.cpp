@@ -600,19 +600,12 @@ HWY_EXPORT(PagedDecode);
 HWY_EXPORT(PagedDecodeVnni);
 
 std::vector<PagedAttentionKernel> paged_decode_simd_kernels() {
-  struct Target {
-    std::string_view name;
-    PagedAttentionKernel (*kernel)();
+  const auto is_there = [](const PagedAttentionKernel& kernel) {
+    return kernel.decode.run != nullptr;
   };
-  std::vector<PagedAttentionKernel> kernels;
-  const auto add = [&](const auto& targets) {
-    for (const Target& target : targets) {
-      const PagedAttentionKernel kernel = target.kernel();
-      if (kernel.decode.run != nullptr) kernels.push_back(kernel);
-    }
-  };
-  add(supported_kernels<Target>(HWY_DISPATCH_TABLE(PagedDecodeVnni)));
-  add(supported_kernels<Target>(HWY_DISPATCH_TABLE(PagedDecode)));
+  auto kernels = made_kernels(HWY_DISPATCH_TABLE(PagedDecodeVnni), is_there);
+  const auto others = made_kernels(HWY_DISPATCH_TABLE(PagedDecode), is_there);
+  kernels.insert(kernels.end(), others.begin(), others.end());
   return kernels;
 }
 

@@ -351,16 +351,9 @@ namespace kvpool::kernels {
 HWY_EXPORT(Kernels);
 
 std::vector<RowKernels> simd_row_kernels() {
-  struct Target {
-    std::string_view name;
-    RowKernels (*kernels)();
-  };
-  std::vector<RowKernels> list;
-  for (const Target& target : supported_kernels<Target>(HWY_DISPATCH_TABLE(Kernels))) {
-    const RowKernels kernels = target.kernels();
-    if (kernels.target != scalar_row_kernels().target) list.push_back(kernels);
-  }
-  return list;
+  return made_kernels(HWY_DISPATCH_TABLE(Kernels), [](const RowKernels& kernels) {
+    return kernels.target != scalar_row_kernels().target;
+  });
 }
 
 }  // namespace kvpool::kernels

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
 #include <vector>
 
 namespace kvpool::kernels {
@@ -21,6 +22,21 @@ std::vector<Kernel> supported_kernels(const Function (&table)[size]) {
     std::size_t index = size - 1;
     if (bits != 0 && size > 1) index = hwy::Num0BitsBelowLS1Bit_Nonzero64(bits);
     if (table[index] != nullptr) kernels.push_back({hwy::TargetName(target), table[index]});
+  }
+  return kernels;
+}
+
+/// What the functions of a HWY_EXPORT table make, for those targets that have it: is_there(kernel).
+template <class Kernel, std::size_t size, class IsThere>
+std::vector<Kernel> made_kernels(Kernel (*const (&table)[size])(), IsThere is_there) {
+  struct Target {
+    std::string_view name;
+    Kernel (*make)();
+  };
+  std::vector<Kernel> kernels;
+  for (const Target& target : supported_kernels<Target>(table)) {
+    const Kernel kernel = target.make();
+    if (is_there(kernel)) kernels.push_back(kernel);
   }
   return kernels;
 }
