@@ -69,6 +69,18 @@ def float32_numbers(call: str, name: str, value: Any) -> npt.NDArray[np.float32]
     return np.ascontiguousarray(array, np.float32)
 
 
+def float32_vector(call: str, name: str, value: Any, dim: int) -> npt.NDArray[np.float32]:
+    """``float32_numbers`` of a vector of ``dim`` numbers.
+
+    Raises:
+        ValueError: It has another shape.
+    """
+    row = float32_numbers(call, name, value)
+    if row.shape != (dim,):
+        raise ValueError(f"[{call}] {name} must have shape ({dim},), got {row.shape}")
+    return row
+
+
 def like(result: npt.NDArray[np.float32], template: Any) -> Any:
     """``result`` as an array of ``template``'s kind and, where that is a float, its dtype."""
     if is_mlx(template):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvpool import _native
-from kvpool._arrays import float32_numbers, like
+from kvpool._arrays import float32_numbers, float32_vector, like
 from kvpool.cache.base import KVCache
 from kvpool.memory._config import checked_int
 
@@ -119,10 +119,4 @@ class ExactKVCache(KVCache):
         )
 
     def _row(self, call: str, name: str, value: Any) -> Any:
-        row = float32_numbers(f"ExactKVCache::{call}", name, value)
-        if row.shape != (self._head_dim,):
-            raise ValueError(
-                f"[ExactKVCache::{call}] {name} must have shape ({self._head_dim},), "
-                f"got {row.shape}"
-            )
-        return row
+        return float32_vector(f"ExactKVCache::{call}", name, value, self._head_dim)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool import _native
-from kvpool._arrays import float32_numbers, is_bfloat16, like
+from kvpool._arrays import float32_numbers, float32_vector, is_bfloat16, like
 from kvpool.cache.base import KVCache
 from kvpool.cache.config import KVCacheConfig, native_arguments, precision_of
 from kvpool.core.exceptions import QuantizerConfigError
@@ -218,13 +218,7 @@ class QuantizedKVCache(KVCache):
         self._precision_is_open = False
 
     def _row(self, call: str, name: str, value: Any) -> npt.NDArray[np.float32]:
-        row = float32_numbers(f"QuantizedKVCache::{call}", name, value)
-        if row.shape != (self._head_dim,):
-            raise ValueError(
-                f"[QuantizedKVCache::{call}] {name} must have shape ({self._head_dim},), "
-                f"got {row.shape}"
-            )
-        return row
+        return float32_vector(f"QuantizedKVCache::{call}", name, value, self._head_dim)
 
     def _heads(self, call: str, name: str, value: Any) -> npt.NDArray[np.float32]:
         """As (batch, n_heads, n_tokens, head_dim)."""
