@@ -51,7 +51,7 @@ class PagedBatchKVCache:
         rows = []
         for i, cache in enumerate(caches):
             cache._settle()
-            rows.append(cache._fork(cache._group.offspring(("merge", i), cache)))
+            rows.append(cache._fork(cache._group.offspring(("merge", i), cache, cache.owner)))
         return cls._of(rows)
 
     @classmethod
@@ -134,7 +134,7 @@ class PagedBatchKVCache:
         """A fork of one request's cache, for its owner."""
         row = self._rows[self._checked_row("extract", idx)]
         row._settle()
-        return row._fork(row._group.offspring("extract", row))
+        return row._fork(row._group.offspring("extract", row, row.owner))
 
     def filter(self, batch_indices: Any) -> None:
         """Keeps the requests with these numbers; the blocks of the others go back.
