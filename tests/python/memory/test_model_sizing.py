@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from kvpool.memory import BlockPoolAllocator, PoolConfig
@@ -159,44 +161,25 @@ def test_models_that_tell_too_little() -> None:
         PoolConfig.for_model(SimpleNamespace(layers=[1]), max_tokens=1)
 
 
-def test_mlx_models_are_asked_for_one_token() -> None:
-    llama = pytest.importorskip("mlx_lm.models.llama")
-    model = llama.Model(
-        llama.ModelArgs(
-            model_type="llama",
-            hidden_size=64,
-            num_hidden_layers=3,
-            intermediate_size=64,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            rms_norm_eps=1e-5,
-            vocab_size=32,
-        )
-    )
-    assert PoolConfig.for_model(model, max_tokens=16).sizing.bytes_per_token == 3 * 2 * 2 * 16 * 4
+@pytest.fixture
+def new_model() -> Callable[..., Any]:
+    """Makes a tiny model; skips where there is no mlx-lm."""
+    pytest.importorskip("mlx_lm")
+    from tiny_models import new_model
+
+    return new_model
+
+
+def test_mlx_models_are_asked_for_one_token(new_model: Callable[..., Any]) -> None:
     import mlx.core as mx
 
+    model = new_model("llama", num_hidden_layers=3, num_key_value_heads=2, head_dim=16)
+    assert PoolConfig.for_model(model, max_tokens=16).sizing.bytes_per_token == 3 * 2 * 2 * 16 * 4
     model.set_dtype(mx.bfloat16)
     assert PoolConfig.for_model(model, max_tokens=16).sizing.bytes_per_token == 3 * 2 * 2 * 16 * 2
 
 
-def test_latent_attention_is_measured_not_guessed() -> None:
-    deepseek = pytest.importorskip("mlx_lm.models.deepseek_v3")
-    args = deepseek.ModelArgs(
-        vocab_size=32,
-        hidden_size=64,
-        intermediate_size=64,
-        moe_intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        n_routed_experts=None,
-        n_shared_experts=None,
-        kv_lora_rank=32,
-        q_lora_rank=None,
-        qk_rope_head_dim=16,
-        v_head_dim=16,
-        qk_nope_head_dim=16,
-    )
-    config = PoolConfig.for_model(deepseek.Model(args), max_tokens=16)
+def test_latent_attention_is_measured_not_guessed(new_model: Callable[..., Any]) -> None:
+    model = new_model("deepseek_v3", num_hidden_layers=1, kv_lora_rank=32, qk_rope_head_dim=16)
+    config = PoolConfig.for_model(model, max_tokens=16)
     assert config.sizing.bytes_per_token == (32 + 16) * 4

@@ -19,9 +19,12 @@ from gguf import GGMLQuantizationType as Quant
 from kvpool.models import ModelError
 from kvpool.models.gemma3 import convert_gemma3
 from kvpool.models.smollm2 import convert_smollm2
-from mlx_lm.models import gemma3_text, llama
+from tiny_models import new_model
 
 TEXT = "the cat sat"
+
+# A block of GGUF's formats is 32 numbers.
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
 
 
 class Writer:
@@ -107,19 +110,12 @@ def rows_as_in_the_original(weight: np.ndarray, head_dim: int) -> np.ndarray:
 
 def original_llama(weights: dict[str, np.ndarray]) -> Any:
     """Llama with dense weights, rows in the order of the original and rotated by halves."""
-    model = llama.Model(
-        llama.ModelArgs(
-            model_type="llama",
-            hidden_size=64,
-            num_hidden_layers=2,
-            intermediate_size=96,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            rms_norm_eps=1e-5,
-            vocab_size=len(weights["token_embd.weight"]),
-            rope_theta=10000.0,
-        )
+    model = new_model(
+        "llama",
+        **SIZES,
+        num_hidden_layers=2,
+        vocab_size=len(weights["token_embd.weight"]),
+        tie_word_embeddings=True,
     )
     names = {
         "attn_norm": "input_layernorm",
@@ -190,19 +186,16 @@ def gemma_file(path: Path) -> dict[str, np.ndarray]:
 
 
 def original_gemma(weights: dict[str, np.ndarray]) -> Any:
-    model = gemma3_text.Model(
-        gemma3_text.ModelArgs(
-            model_type="gemma3_text",
-            hidden_size=64,
-            num_hidden_layers=7,
-            intermediate_size=96,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=32,
-            query_pre_attn_scalar=32,
-            vocab_size=len(weights["token_embd.weight"]),
-            sliding_window=8,
-        )
+    model = new_model(
+        "gemma3_text",
+        **SIZES,
+        num_hidden_layers=7,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        query_pre_attn_scalar=32,
+        sliding_window=8,
+        sliding_window_pattern=6,
+        vocab_size=len(weights["token_embd.weight"]),
     )
     names = {
         "attn_norm": "input_layernorm",
