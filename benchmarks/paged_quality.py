@@ -10,6 +10,12 @@ lie in fp32 pages then: its own attention takes an hour on a CPU). The reference
   perplexity   exp of the mean negative log-likelihood of the text's next tokens
   agreement    share of positions where the most likely next token is the reference's
 
+SmolLM2 also goes on from passages of the text by itself, greedily, and is held against what it
+says over the reference:
+
+  common prefix  tokens up to the first that differs, of CONTINUATION, mean over the passages
+  equal tokens   share of positions with the same token: low once the answers part, however good
+
 Bytes a token are those of all layers at the end of the text; mlx-lm's are what its codes and its
 scales of half precision would take, and its window layers' fp16 rows, which it does not
 quantise. Draws docs/paged_quality.svg and writes docs/paged_quality.json unless told otherwise.
@@ -42,6 +48,9 @@ CHUNK = 128
 MAX_TOKENS = 2305
 GROUP = 64
 MODELS = ("smollm2", "gemma3")
+# Which models go on freely: from N_PASSAGES passages of PASSAGE tokens each, for CONTINUATION more.
+FREE = ("smollm2",)
+N_PASSAGES, PASSAGE, CONTINUATION = 8, 512, 64
 BLOCK_SIZE = 32
 
 
@@ -57,6 +66,8 @@ class Point:
     agreement: float
     n_tokens: int
     seconds: float
+    common_prefix: float | None = None
+    equal_tokens: float | None = None
 
 
 @dataclass
@@ -105,8 +116,14 @@ def quantized(bits: int) -> Setup:
 
 
 def setups() -> list[Setup]:
-    chosen = [paged(name, format=name) for name in ("fp16", "int8", "int4", "int3", "int2")]
-    for policy in ("fp16:256,int8:1024,int4", "fp16:256,int4", "fp16:256,int8:512,int3"):
+    formats = ("fp16", "int8", "int8/int4", "int4/int8", "int4", "int3", "int2")
+    chosen = [paged(name, format=name) for name in formats]
+    for policy in (
+        "fp16:256,int8:1024,int4",
+        "fp16:256,int8/int4",
+        "fp16:256,int4",
+        "fp16:256,int8:512,int3",
+    ):
         chosen.append(paged(policy, format="fp16", age_policy=AgePolicy.parse(policy)))
     for method, bits in (("turboquant_mse", 3), ("turboquant_mse", 4), ("kivi", 2), ("kivi", 4)):
         chosen.append(paged(f"{method}, {bits} bits", method=method, bits=bits))
@@ -130,6 +147,36 @@ def read(model: Any, caches: list[Any], tokens: list[int]) -> tuple[float, list[
     return float(mx.exp(mx.array(loss / (len(tokens) - 1)))), likely
 
 
+def go_on(model: Any, caches: list[Any], passage: list[int]) -> list[int]:
+    """The CONTINUATION tokens that greedy decoding says after a passage."""
+    answer: list[int] = []
+    for start in range(0, len(passage), CHUNK):
+        logits = model(mx.array(passage[start : start + CHUNK])[None], cache=caches)
+        mx.eval(logits)
+    while True:
+        answer.append(int(mx.argmax(logits[0, -1]).item()))
+        if len(answer) == CONTINUATION:
+            return answer
+        logits = model(mx.array(answer[-1:])[None], cache=caches)
+
+
+def go_on_from_all(model: Any, setup: Setup, tokens: list[int]) -> list[list[int]]:
+    """What the model says after each passage, spread evenly over the text."""
+    step = (len(tokens) - PASSAGE) // (N_PASSAGES - 1)
+    starts = [i * step for i in range(N_PASSAGES)]
+    return [go_on(model, setup.make(model), tokens[at : at + PASSAGE]) for at in starts]
+
+
+def compare(answers: list[list[int]], expected: list[list[int]]) -> tuple[float, float]:
+    """The mean length of the common prefix, and the share of equal tokens."""
+    same = [
+        [a == b for a, b in zip(mine, theirs, strict=True)]
+        for mine, theirs in zip(answers, expected, strict=True)
+    ]
+    prefixes = [(row + [False]).index(False) for row in same]
+    return sum(prefixes) / len(same), sum(map(sum, same)) / sum(map(len, same))
+
+
 def measure(name: str, only: str) -> list[Point]:
     model, tokenizer = load(name, fp32=True)
     tokens = tokenizer.encode(TEXT.read_text())[:MAX_TOKENS]
@@ -137,34 +184,41 @@ def measure(name: str, only: str) -> list[Point]:
 
     reference = paged("fp32", format="fp32")
     expected: list[int] = []
+    expected_answers: list[list[int]] = []
     for setup in [reference, *(setup for setup in setups() if only in setup.name)]:
         begin = time.perf_counter()
         with attention():
             caches = setup.make(model)
             perplexity, likely = read(model, caches, tokens)
+            bytes_a_token = setup.held(caches) / len(tokens)
+            answers = go_on_from_all(model, setup, tokens) if name in FREE else []
         if setup is reference:
-            expected = likely
+            expected, expected_answers = likely, answers
         same = sum(a == b for a, b in zip(likely, expected, strict=True)) / len(likely)
-        bytes_a_token = setup.held(caches) / len(tokens)
-        seconds = time.perf_counter() - begin
-        points.append(
-            Point(
-                name,
-                setup.name,
-                setup.family,
-                bytes_a_token,
-                perplexity,
-                same,
-                len(tokens),
-                seconds,
-            )
+        point = Point(
+            name,
+            setup.name,
+            setup.family,
+            bytes_a_token,
+            perplexity,
+            same,
+            len(tokens),
+            time.perf_counter() - begin,
+            *(compare(answers, expected_answers) if answers else ()),
         )
-        print(
-            f"{name:10} {setup.name:28} {bytes_a_token:9.0f} B a token  perplexity "
-            f"{perplexity:7.3f}  agreement {same:6.2%}  {seconds:5.0f} s",
-            flush=True,
-        )
+        points.append(point)
+        print(describe(point), flush=True)
     return points
+
+
+def describe(point: Point) -> str:
+    text = (
+        f"{point.model:10} {point.cache:28} {point.bytes_a_token:9.0f} B a token  perplexity "
+        f"{point.perplexity:8.3f}  agreement {point.agreement:6.2%}  {point.seconds:5.0f} s"
+    )
+    if point.common_prefix is None:
+        return text
+    return f"{text}  common prefix {point.common_prefix:4.1f}  equal {point.equal_tokens:6.2%}"
 
 
 def draw(points: list[Point], picture: Path) -> None:

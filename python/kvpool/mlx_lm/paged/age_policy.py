@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from kvpool.formats import FORMATS
+from kvpool._kv_format import KVFormat
 from kvpool.mlx_lm.caches._arguments import checked_int
 
-__all__ = ["PAGE_FORMATS", "AgePolicy", "checked_format"]
-
-#: What a page may hold, widest first.
-PAGE_FORMATS = ("fp32", "fp16", "bf16", "int8", "int4", "int3", "int2")
+__all__ = ["AgePolicy"]
 
 
 @dataclass(frozen=True)
@@ -23,13 +20,14 @@ class AgePolicy:
         AgePolicy(256, [("int8", 2048), ("int4", None)])
 
     keeps the newest 256 tokens as they came, the 2,048 before them in 8 bits and all older ones in
+    4. A format is one for keys and values, or two: "int8/int4" keeps keys in 8 bits and values in
     4. Whole blocks change, when the last of their tokens is old enough: up to a block more is kept
     exact. What was once rounded stays so, also where the sequence is trimmed.
 
     Args:
         recent: Newest tokens that stay in the format of the cache, >= 0.
         then: Pairs of a format and the number of tokens in it, from young to old, each narrower
-            than the one before. The last number is None: all the rest.
+            than the one before, for keys or values at least. The last number is None: all the rest.
         first: The format of the recent tokens, where the policy names one ("fp16:256,int8").
 
     Raises:
@@ -50,7 +48,8 @@ class AgePolicy:
     ) -> None:
         where = "AgePolicy"
         if first is not None:
-            checked_format(where, "first", first)
+            first = str(KVFormat.checked(where, "first", first, auto=True))
+            first = None if first == "auto" else first
         tiers = tuple(_checked_tier(where, tier) for tier in then)
         if not tiers:
             raise ValueError(f"[{where}] then must name a format for older tokens, got none")
@@ -59,9 +58,8 @@ class AgePolicy:
                 raise ValueError(f"[{where}] then: only the last number may be None, got {tiers}")
         if tiers[-1][1] is not None:
             raise ValueError(f"[{where}] then: the last number must be None, got {tiers[-1][1]}")
-        formats = ([] if first is None else [first]) + [name for name, _ in tiers]
-        for wider, narrower in pairwise(formats):
-            if _bits(narrower) >= _bits(wider):
+        for wider, narrower in pairwise([first or "auto", *(name for name, _ in tiers)]):
+            if not _pair(narrower).narrows(_pair(wider)):
                 raise ValueError(
                     f"[{where}] {narrower} must be narrower than {wider}, which comes before it"
                 )
@@ -86,7 +84,7 @@ class AgePolicy:
         (first, recent), then = tiers[0], tiers[1:]
         if recent is None:
             raise ValueError(f"[{where}] the first format needs a number of tokens, got {text!r}")
-        return cls(recent, then, None if first == "auto" else first)
+        return cls(recent, then, first)
 
     def __str__(self) -> str:
         tiers = [(self.first or "auto", self.recent), *self.then]
@@ -100,27 +98,26 @@ class AgePolicy:
             age += n_tokens or 0
         return steps
 
+    def stream_steps(self, stream: int, recent: str) -> list[tuple[str, int]]:
+        """``steps`` of keys (0) or values (1) alone whose new tokens are in ``recent``: those at
+        which their format changes."""
+        steps = []
+        for name, age in self.steps():
+            if (format := _pair(name)[stream]) != recent:
+                steps.append((format, age))
+                recent = format
+        return steps
 
-def checked_format(where: str, name: str, value: Any) -> str:
-    """``value``, which must name a format that a page may have."""
-    if not isinstance(value, str):
-        raise TypeError(f"[{where}] {name} must be a str, got {value!r}")
-    if value not in PAGE_FORMATS:
-        raise ValueError(
-            f"[{where}] {name} must be one of {', '.join(PAGE_FORMATS)}, got {value!r}"
-        )
-    return value
 
-
-def _bits(name: str) -> int:
-    return FORMATS[name].bits
+def _pair(text: str) -> KVFormat:
+    return KVFormat.checked("AgePolicy", "format", text, auto=True)
 
 
 def _checked_tier(where: str, tier: Any) -> tuple[str, int | None]:
     if isinstance(tier, str) or not isinstance(tier, Iterable) or len(pair := tuple(tier)) != 2:
         raise TypeError(f"[{where}] then must be pairs (format, tokens), got {tier!r}")
     name, n_tokens = pair
-    checked_format(where, "then", name)
+    name = str(KVFormat.checked(where, "then", name))
     return name, None if n_tokens is None else checked_int(where, "then", n_tokens, 1)
 
 

@@ -13,6 +13,7 @@ from mlx_lm.models import cache as stock_cache
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import create_attention_mask
 
+from kvpool._kv_format import KVFormat
 from kvpool.memory.block_pool import BlockPoolAllocator
 from kvpool.mlx_lm.caches._arguments import (
     checked_buffers,
@@ -55,7 +56,8 @@ class PagedKVCache:
         pool: The pool to draw on.
         owner: Whom the blocks belong to.
         format: What pages hold: "fp32", "fp16", "bf16", "int8", "int4", "int3", "int2", or "auto"
-            for the type that keys and values come in.
+            for the type that keys and values come in. Two of them with a slash are for keys and for
+            values: "int8/int4".
         age_policy: What older tokens are kept in; an ``AgePolicy``, or its text.
         method: A quantisation method (``kvpool.cache.METHODS``) that full blocks are encoded by.
         bits: Bits of a number with ``method``.
@@ -469,7 +471,8 @@ class PagedKVCache:
         if checked_int(where, "bits", bits, 1) not in (2, 3, 4, 8):
             raise ValueError(f"[{where}] bits must be 2, 3, 4 or 8, got {bits}")
         self._settle()
-        narrow = self._member(self._group, PageFormat(f"int{bits}"), self._window)
+        width = f"int{bits}"
+        narrow = self._member(self._group, PageFormat(KVFormat(width, width)), self._window)
         narrow._put(*self.keys_and_values(), self.offset)
         return narrow
 
@@ -479,8 +482,12 @@ class PagedKVCache:
             self._group.native.check_invariants()
 
     def __repr__(self) -> str:
-        window = "" if self._window is None else f", window={self._window}"
-        return f"PagedKVCache(owner={self.owner}, offset={self.offset}{window})"
+        parts = [f"owner={self.owner}", f"offset={self.offset}"]
+        if self._window is not None:
+            parts.append(f"window={self._window}")
+        if kept := str(self._format):
+            parts.append(kept)
+        return f"PagedKVCache({', '.join(parts)})"
 
 
 def _dims(keys: mx.array, values: mx.array) -> tuple[int, int, int]:

@@ -9,12 +9,14 @@ from typing import Any
 import mlx.core as mx
 
 from kvpool import _mlx
+from kvpool._kv_format import KVFormat
 from kvpool.mlx_lm.caches._arguments import checked_int, format_name
-from kvpool.mlx_lm.paged.age_policy import AgePolicy, checked_format
+from kvpool.mlx_lm.paged.age_policy import AgePolicy
 
 # Methods whose bits are those of the values, too.
 _WIDTH_OF_BOTH = ("kivi", "spectral")
 _FLOATS = ("fp32", "fp16", "bf16")
+_AUTO = KVFormat("auto", "auto")
 
 
 @dataclass(frozen=True)
@@ -22,12 +24,12 @@ class PageFormat:
     """How tokens are kept, as ``build_paged_caches`` is told.
 
     Attributes:
-        format: Of new tokens; "auto" for the type that they come in.
+        format: Of new tokens' keys and values; "auto" for the type that they come in.
         age_policy: What becomes of older ones.
         method, bits: A quantisation method that encodes full blocks instead.
     """
 
-    format: str = "auto"
+    format: KVFormat = _AUTO
     age_policy: AgePolicy | None = None
     method: str | None = None
     bits: int | None = None
@@ -37,8 +39,7 @@ class PageFormat:
         cls, where: str, format: Any, age_policy: Any, method: Any, bits: Any
     ) -> PageFormat:
         """The arguments of a user, or an error that names the one that is wrong."""
-        if format != "auto":
-            checked_format(where, "format", format)
+        pair = KVFormat.checked(where, "format", format, auto=True)
         if isinstance(age_policy, str):
             age_policy = AgePolicy.parse(age_policy)
         if age_policy is not None:
@@ -47,12 +48,13 @@ class PageFormat:
             if method is not None:
                 raise ValueError(f"[{where}] give age_policy or method, not both")
             if age_policy.first is not None:
-                if format not in ("auto", age_policy.first):
+                first = KVFormat.checked(where, "age_policy", age_policy.first, auto=True)
+                if pair not in (_AUTO, first):
                     raise ValueError(
                         f"[{where}] format is {format!r}, but age_policy begins with "
                         f"{age_policy.first!r}"
                     )
-                format = age_policy.first
+                pair = first
         if method is None:
             if bits is not None:
                 raise ValueError(f"[{where}] bits needs a method, got bits={bits!r} alone")
@@ -63,7 +65,7 @@ class PageFormat:
                 known = ", ".join(METHODS)
                 raise ValueError(f"[{where}] method must be one of {known}, got {method!r}")
             bits = checked_int(where, "bits", 3 if bits is None else bits, 1, 8)
-        return cls(format, age_policy, method, bits)
+        return cls(pair, age_policy, method, bits)
 
     def make_layer(
         self,
@@ -80,10 +82,16 @@ class PageFormat:
             ValueError: The method cannot encode such pages.
         """
         heads, key_dim, value_dim = dims
-        recent = [format_name(d) if self.format == "auto" else self.format for d in dtypes]
+        recent = [
+            format_name(dtype) if name == "auto" else name
+            for name, dtype in zip(self.format, dtypes, strict=True)
+        ]
         if self.method is None:
-            tiers = self.age_policy.steps() if self.age_policy else []
-            keys, values = (_mlx.StreamFormat(name, tiers) for name in recent)
+            policy = self.age_policy
+            keys, values = (
+                _mlx.StreamFormat(name, policy.stream_steps(stream, name) if policy else [])
+                for stream, name in enumerate(recent)
+            )
         else:
             assert self.bits is not None
             of_keys, of_values = (
@@ -94,10 +102,20 @@ class PageFormat:
             values = _mlx.method_values(of_values, heads, block_size, recent[1])
         return _mlx.PagedLayer(group, heads, key_dim, value_dim, keys, values, window or 0)
 
+    def __str__(self) -> str:
+        """The options that are not the default, as a call would give them."""
+        if self.age_policy is not None:
+            first = [] if self.format == _AUTO or self.age_policy.first else [self.format]
+            return ", ".join([*(f"format={f}" for f in first), f"age_policy={self.age_policy}"])
+        parts = [] if self.format == _AUTO else [f"format={self.format}"]
+        if self.method is not None:
+            parts += [f"method={self.method}", f"bits={self.bits}"]
+        return ", ".join(parts)
+
     def saved(self) -> tuple[str, str | None, str | None, int | None]:
         """Plain values for a file."""
         policy = None if self.age_policy is None else str(self.age_policy)
-        return self.format, policy, self.method, self.bits
+        return str(self.format), policy, self.method, self.bits
 
     @classmethod
     def from_saved(cls, saved: Any) -> PageFormat:
