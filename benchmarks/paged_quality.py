@@ -173,7 +173,7 @@ def compare(answers: list[list[int]], expected: list[list[int]]) -> tuple[float,
         [a == b for a, b in zip(mine, theirs, strict=True)]
         for mine, theirs in zip(answers, expected, strict=True)
     ]
-    prefixes = [(row + [False]).index(False) for row in same]
+    prefixes = [([*row, False]).index(False) for row in same]
     return sum(prefixes) / len(same), sum(map(sum, same)) / sum(map(len, same))
 
 

@@ -7,13 +7,33 @@
 
 #include "arguments.h"
 #include "bindings.h"
+#include "kvpool/base/error.h"
 #include "kvpool/formats/format.h"
+#include "kvpool/formats/page_layout.h"
 #include "kvpool/kernels/simd_target.h"
 
 namespace nb = nanobind;
 
 namespace kvpool::bindings {
 namespace {
+
+// Throws nanobind::python_error.
+std::int64_t page_bytes(const formats::FormatTraits& self, nb::handle n_heads,
+                        nb::handle block_size, nb::handle head_dim) {
+  constexpr const char* kCall = "Format::page_bytes";
+  try {
+    const formats::PageLayout layout{self.format,
+                                     {int_argument(kCall, "n_heads", n_heads.ptr()),
+                                      int_argument(kCall, "block_size", block_size.ptr()),
+                                      int_argument(kCall, "head_dim", head_dim.ptr())}};
+    formats::check_page(kCall, layout);
+    return layout.page_bytes();
+  } catch (const PythonErrorSet&) {
+    throw nb::python_error();
+  } catch (const InvalidArgument& error) {
+    throw nb::value_error(error.what());
+  }
+}
 
 // Throws nanobind::python_error.
 std::size_t row_width(nb::handle width) {
@@ -56,6 +76,10 @@ void bind_formats(nb::module_& m) {
           },
           nb::arg("width"), "Bytes of a row of `width` numbers, the last one filled up.",
           nb::sig("def row_bytes(self, width: int) -> int"))
+      .def("page_bytes", &page_bytes, nb::arg("n_heads"), nb::arg("block_size"),
+           nb::arg("head_dim"),
+           "Bytes of a page of a paged cache, scales and minimums of codes among them.",
+           nb::sig("def page_bytes(self, n_heads: int, block_size: int, head_dim: int) -> int"))
       .def("__repr__",
            [](const FormatTraits& self) { return nb::str("Format('{}')").format(self.name); });
   nb::list all;

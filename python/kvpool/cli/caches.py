@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvpool._kv_format import KVFormat
 from kvpool.cli.arguments import positive
 from kvpool.cli.errors import USAGE, CommandError
 from kvpool.memory import BlockPoolAllocator
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--format",
         metavar="NAME",
         help="of the pages: fp32, fp16, bf16, int8, int4, int3, int2, or auto (default: as the "
-        "tokens come)",
+        "tokens come); two of them, as in int8/int4, for keys and values",
     )
     group.add_argument(
         "--age-policy",
@@ -82,8 +83,12 @@ class CacheChoice:
     @property
     def is_exact(self) -> bool:
         """Whether keys and values stay as the model made them."""
-        rounding = {name: self.options[name] for name in self.options if name != "byte_budget"}
-        return rounding in ({}, {"format": "auto"}, {"format": "fp32"})
+        rounding = dict(self.options)
+        rounding.pop("byte_budget", None)
+        formats = KVFormat.checked(
+            "kvpool generate", "format", rounding.pop("format", "auto"), auto=True
+        )
+        return not rounding and set(formats) <= {"auto", "fp32"}
 
     def build(self, model: Any, pool: BlockPoolAllocator, owner: int) -> list[Any]:
         """The caches of one request."""

@@ -125,6 +125,7 @@ class PoolConfig:
         grow_on_exhaustion: bool = False,
         max_blocks: int | None = None,
         paged: bool = False,
+        format: str = "auto",
     ) -> PoolConfig:
         """A pool for an mlx-lm model, by a budget of bytes or by the tokens it has to hold.
 
@@ -146,6 +147,8 @@ class PoolConfig:
             grow_on_exhaustion: As in ``PoolConfig``.
             max_blocks: As in ``PoolConfig``.
             paged: For ``build_paged_caches``, whose windows hold whole blocks: up to two more.
+            format: What the pages of paged caches hold, as ``build_paged_caches`` is told: bytes
+                are those of "int8/int4", say, with their scales. "auto": as the model makes them.
 
         Raises:
             TypeError: Neither or both of ``memory`` and ``max_tokens``, or another type.
@@ -162,6 +165,7 @@ class PoolConfig:
             block_size=checked_int("PoolConfig::for_model", "block_size", block_size, 1),
             prefill_step=checked_int("PoolConfig::for_model", "prefill_step", prefill_step, 1),
             paged=paged,
+            format=format,
         )
         config = cls(
             block_size=block_size,

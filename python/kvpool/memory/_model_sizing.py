@@ -6,14 +6,30 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from kvpool._kv_format import KVFormat
+from kvpool.formats import FORMATS
 from kvpool.memory._config import checked_int
 
 _WHERE = "PoolConfig::for_model"
 # Cache classes that build_pooled_caches replaces; all others stay as the model makes them.
 _PLAIN = "KVCache"
 _WINDOW = "RotatingKVCache"
+
+
+class TokenRows(NamedTuple):
+    """What a token adds to a layer's keys or to its values."""
+
+    heads: int
+    dims: int
+    element_size: int
+
+    def n_bytes(self, format: str, block_size: int) -> int:
+        """Bytes of them in a page of ``format``; "auto" for as they come."""
+        if format == "auto":
+            return self.heads * self.dims * self.element_size
+        return FORMATS[format].page_bytes(self.heads, block_size, self.dims) // block_size
 
 
 @dataclass(frozen=True)
@@ -85,6 +101,7 @@ def size_for_model(
     block_size: int,
     prefill_step: int,
     paged: bool = False,
+    format: str = "auto",
 ) -> ModelSizing:
     """The pool for ``max_tokens`` of each sequence, or the largest that fits in ``memory``."""
     if (memory is None) == (max_tokens is None):
@@ -92,7 +109,10 @@ def size_for_model(
             f"[{_WHERE}] give memory or max_tokens, one of the two, "
             f"got memory={memory!r} and max_tokens={max_tokens!r}"
         )
-    layers = pooled_layers(model)
+    kept = KVFormat.checked(_WHERE, "format", format, auto=True)
+    if set(kept) != {"auto"} and not paged:
+        raise ValueError(f"[{_WHERE}] format needs paged=True, got {format!r}")
+    layers = pooled_layers(model, kept, block_size)
 
     def blocks_of(layer: PooledLayer, tokens: int) -> int:
         n_blocks = -(-layer.rows(tokens, prefill_step) // block_size)
@@ -145,7 +165,7 @@ def _longest_within(budget: int, bytes_for: Callable[[int], int], block_size: in
     return low * block_size
 
 
-def pooled_layers(model: Any) -> list[PooledLayer]:
+def pooled_layers(model: Any, kept: KVFormat, block_size: int) -> list[PooledLayer]:
     """The layers whose cache draws on the pool, with the bytes of their keys and values."""
     caches = model.make_cache() if hasattr(model, "make_cache") else None
     if caches is None:
@@ -156,7 +176,11 @@ def pooled_layers(model: Any) -> list[PooledLayer]:
         pooled = [i for i, c in enumerate(caches) if type(c).__name__ in (_PLAIN, _WINDOW)]
     if not pooled:
         raise ValueError(f"[{_WHERE}] model {type(model).__name__} has no layer to pool")
-    sizes = _probe(model, caches, pooled) or [_from_args(model)] * len(pooled)
+    found = _probe(model, caches, pooled) or [(_from_args(model),) * 2] * len(pooled)
+    sizes = [
+        sum(rows.n_bytes(f, block_size) for rows, f in zip(both, kept, strict=True) if rows)
+        for both in found
+    ]
     # A layer that reads another one's keys and values leaves its own cache empty.
     return [PooledLayer(size, windows[i]) for i, size in zip(pooled, sizes, strict=True) if size]
 
@@ -169,8 +193,11 @@ def _layers_of(model: Any) -> Sequence[Any]:
     raise ValueError(f"[{_WHERE}] model {type(model).__name__} has neither make_cache nor layers")
 
 
-def _probe(model: Any, caches: Sequence[Any] | None, pooled: Sequence[int]) -> list[int] | None:
-    """Bytes a token by feeding one token without evaluating it; None where that cannot be done.
+def _probe(
+    model: Any, caches: Sequence[Any] | None, pooled: Sequence[int]
+) -> list[tuple[TokenRows | None, TokenRows | None]] | None:
+    """A token's keys and values by feeding one without evaluating it; None where that cannot be
+    done.
 
     MLX is lazy, so shapes and types come for the price of building the graph, whatever the
     architecture: latent attention, layers of unequal size, keys of another type than the weights.
@@ -189,16 +216,16 @@ def _probe(model: Any, caches: Sequence[Any] | None, pooled: Sequence[int]) -> l
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         return None  # it wants more than tokens
 
-    def bytes_a_token(array: Any) -> int:
+    def rows(array: Any) -> TokenRows | None:
         if array is None:
-            return 0
-        return int(array.shape[1]) * int(array.shape[3]) * int(array.dtype.size)
+            return None
+        return TokenRows(int(array.shape[1]), int(array.shape[3]), int(array.dtype.size))
 
-    return [bytes_a_token(caches[i].keys) + bytes_a_token(caches[i].values) for i in pooled]
+    return [(rows(caches[i].keys), rows(caches[i].values)) for i in pooled]
 
 
-def _from_args(model: Any) -> int:
-    """Bytes a token of one layer from the model's own description of itself."""
+def _from_args(model: Any) -> TokenRows:
+    """A token's keys, or values, of one layer from the model's own description of itself."""
     args = next((a for a in (getattr(model, n, None) for n in ("args", "config")) if a), None)
     nested = _get(args, "text_config")
 
@@ -220,7 +247,8 @@ def _from_args(model: Any) -> int:
             f"[{_WHERE}] model {type(model).__name__} tells neither num_key_value_heads nor "
             "head_dim in args or config"
         )
-    return 2 * kv_heads * head_dim * _element_size(_get(args, "torch_dtype") or _get(args, "dtype"))
+    dtype = _get(args, "torch_dtype") or _get(args, "dtype")
+    return TokenRows(kv_heads, head_dim, _element_size(dtype))
 
 
 def _get(holder: Any, name: str) -> Any:

@@ -74,7 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="pooled: contiguous buffers (default); paged: tokens lie in blocks, are read there, "
         "and prompts that are kept share them",
     )
-    parser.add_argument("--pool-format", help="of paged caches: fp16, int8, ... (as tokens come)")
+    parser.add_argument(
+        "--pool-format",
+        help="of paged caches: fp16, int8, int8/int4 for keys and values, ... (as tokens come)",
+    )
     parser.add_argument("--pool-age-policy", help="of paged caches: fp16:256,int8:2048,int4")
     options, others = parser.parse_known_args(arguments)
     paged = options.pool_cache == "paged"
@@ -90,6 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 memory=options.pool_memory,
                 block_size=options.pool_block_size,
                 paged=paged,
+                format=options.pool_format or "auto",
             )
         )
 

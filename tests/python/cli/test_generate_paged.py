@@ -45,12 +45,21 @@ def test_fewer_bits_are_reported_and_may_change_tokens(tiny_model, capsys):
     assert "int4 in" in formats and "fp16 in" in formats
 
 
+def test_keys_and_values_may_have_formats_of_their_own(tiny_model, capsys):
+    options = ["--max-tokens", "22", "--cache", "paged", "--format", "int8/int4"]
+    assert run(tiny_model, *options) == 0
+    n_blocks = N_LAYERS * 2
+    held = set(field(capsys.readouterr().out, "they hold").split(", "))
+    assert held == {f"int8 in {n_blocks}", f"int4 in {n_blocks}"}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--format", "int8"], "--format needs --cache paged"),
         (["--age-policy", "fp16:1,int8"], "--age-policy needs --cache paged"),
         (["--cache", "paged", "--format", "fp8"], "format must be one of"),
+        (["--cache", "paged", "--format", "int8/fp8"], "format must be one of"),
         (["--cache", "paged", "--age-policy", "fp16"], "the first format needs a number"),
         (["--cache", "paged", "--method", "kivy"], "method must be one of"),
         (["--cache", "paged", "--bits", "3"], "bits needs a method"),

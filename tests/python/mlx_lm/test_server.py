@@ -147,6 +147,20 @@ def test_the_command_serves_paged_caches(options, monkeypatch):
     assert isinstance(cache, PagedKVCache) and cache.pool is providers[0].pool
 
 
+def test_the_command_sizes_the_pool_for_the_formats_of_keys_and_values(options, monkeypatch):
+    providers: list[pooled_server.PooledModelProvider] = []
+    monkeypatch.setattr(server, "run", lambda host, port, provider: providers.append(provider))
+    arguments = ["--model", options.model, "--pool-memory", "1MB", "--pool-cache", "paged"]
+    for extra in ([], ["--pool-format", "int8/int4"]):
+        pooled_server.main([*arguments, *extra])
+    plain, apart = providers
+    for provider in providers:
+        provider.load_default()
+    assert repr(apart.model.make_cache()[0]).endswith("format=int8/int4)")
+    # Heads of so few dims pay for their scales.
+    assert apart.pool.config.n_blocks > 2 * plain.pool.config.n_blocks
+
+
 def test_the_command_refuses_formats_of_pooled_caches(options, capsys):
     with pytest.raises(SystemExit):
         pooled_server.main(["--model", options.model, "--pool-format", "int8"])
