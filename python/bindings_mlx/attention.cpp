@@ -1,13 +1,18 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
 
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <variant>
+#include <vector>
 
 #include "bindings.h"
 #include "kvpool/base/error.h"
+#include "kvpool/mlx_ext/padding_mask.h"
 #include "kvpool/mlx_ext/paged_attention.h"
 
 namespace nb = nanobind;
@@ -70,6 +75,18 @@ void bind_attention(nb::module_& m) {
                 "values: mlx.core.array, scale: float, mask: mlx.core.array | str | None = None, "
                 "sinks: mlx.core.array | None = None) -> mlx.core.array"),
         "The same, raising ValueError where attend returns no array.");
+  m.def(
+      "padding_mask",
+      [](const Array& mask, std::vector<std::int64_t> n_rows) {
+        return mlx_ext::padding_mask(mask, std::move(n_rows));
+      },
+      "mask"_a, "n_rows"_a,
+      nb::sig("def padding_mask(mask: mlx.core.array, n_rows: collections.abc.Sequence[int]) -> "
+              "mlx.core.array"),
+      "The mask, [sequences, 1, 1, columns] of booleans, as one that hides what is before the "
+      "last\n"
+      "n_rows[i] columns of sequence i and nothing else: attend over the pages of those sequences\n"
+      "answers as if there were none.");
 }
 
 }  // namespace kvpool::bindings

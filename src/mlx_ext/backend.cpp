@@ -41,8 +41,10 @@ std::optional<Backend> backend_from_name(std::string_view name) noexcept {
 }
 
 Backend default_backend() {
-  if (mlx::core::default_device() == mlx::core::Device::cpu) return Backend::kCpu;
-  return gpu::is_available() ? Backend::kCuda : Backend::kGather;
+  const mlx::core::Device device = mlx::core::default_device();
+  if (device == mlx::core::Device::cpu) return Backend::kCpu;
+  // Kernels run on the first GPU, where pages lie.
+  return device.index == 0 && gpu::is_available() ? Backend::kCuda : Backend::kGather;
 }
 
 std::string describe(Backend backend) {

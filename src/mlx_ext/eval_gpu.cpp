@@ -8,7 +8,7 @@ namespace kvpool::mlx_ext {
 using mlx::core::array;
 
 void AppendPages::eval_gpu(const std::vector<array>& inputs, array& token) {
-  gpu::require(stream());  // before the append is claimed
+  gpu::require_append(stream());  // before the append is claimed
   append_->claim();
   token.copy_shared_buffer(inputs[0]);
   gpu::append(stream(), append_->plan(), &inputs[1], &inputs[2], token);

@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "kvpool/cache/append_plan.h"
-#include "kvpool/cache/stream_layout.h"
 #include "kvpool/mlx_ext/gather_pages.h"
 #include "kvpool/mlx_ext/paged_attention.h"
 #include "kvpool/storage/slab_memory.h"
@@ -33,11 +32,12 @@ bool is_gpu_memory(const storage::SlabMemory* memory) noexcept;
 std::shared_ptr<cuda::PageTables> make_tables();
 
 /// Why attention over such pages is not answered; empty where it is.
-std::string_view why_not(const cache::StreamLayout& keys, const cache::StreamLayout& values,
+std::string_view why_not(const VisibleBatch& batch, Which keys, Which values,
                          std::int64_t n_queries, bool has_mask);
 
-/// Throws where the stream is another thread's.
-void require(mlx::core::Stream stream);
+/// Throws where an append to the stream would fail: where it is another thread's, or where there is
+/// no kernel.
+void require_append(mlx::core::Stream stream);
 
 // For eval_gpu: each adds its kernels to the stream and keeps what they use until they have run.
 

@@ -10,6 +10,7 @@
 #include "gpu.h"
 #include "kvpool/mlx_ext/backend.h"
 #include "kvpool/mlx_ext/dtypes.h"
+#include "kvpool/mlx_ext/padding_mask.h"
 
 namespace kvpool::mlx_ext {
 
@@ -71,9 +72,7 @@ std::string_view why_not(const array& queries, const array& keys, const array& v
   if (!format_of(mlx::core::result_type({queries, keys, values})))
     return "numbers of another dtype";
   if (backend == Backend::kCuda) {
-    const cache::PageView& view = *from.batch()->front().view;
-    return gpu::why_not(*stream_of(view, from.which()).layout,
-                        *stream_of(view, value_stream).layout, queries.shape(2),
+    return gpu::why_not(*from.batch(), from.which(), value_stream, queries.shape(2),
                         mask_array.has_value());
   }
   return {};
@@ -89,7 +88,7 @@ void PagedAttention::eval_cpu(const std::vector<array>& inputs, array& output) {
 }
 
 Attended attend(const array& queries, const array& keys, const array& values, float scale,
-                std::string_view mask, const std::optional<array>& mask_array,
+                std::string_view mask, const std::optional<array>& mask_given,
                 const std::optional<array>& sinks) {
   const GatherPages* from = gathered_from(keys);
   const GatherPages* values_from = gathered_from(values);
@@ -97,6 +96,11 @@ Attended attend(const array& queries, const array& keys, const array& values, fl
   if (from == nullptr || values_from == nullptr || from->batch() != values_from->batch()) {
     return NotCovered{"keys and values from different places"};
   }
+  // Pages have no padding.
+  const bool padding_alone = mask_given && mask.empty() && queries.ndim() == 4 &&
+                             queries.shape(2) == 1 &&
+                             hides_padding_alone(*mask_given, *from->batch());
+  const std::optional<array> mask_array = padding_alone ? std::nullopt : mask_given;
   const std::string_view reason =
       why_not(queries, keys, values, *from, values_from->which(), mask, mask_array, sinks);
   if (!reason.empty()) return NotCovered{reason};

@@ -170,6 +170,8 @@ void PagedLayerArrays::load(const array& keys, const array& values, std::int64_t
 void PagedLayerArrays::start_anew() {
   pending_.clear();
   token_ = array(false);
+  // Nothing orders what follows behind readers of the tokens before: those keep their tables.
+  tables_ = tables_for(*layer_);
   oldest_ = 0;
 }
 

@@ -15,6 +15,7 @@
 #include "kernels.h"
 #include "kvpool/mlx_ext/dtypes.h"
 #include "memory.h"
+#include "mlx_cuda.h"
 #include "page_tables.h"
 
 namespace kvpool::mlx_ext::cuda {
@@ -135,9 +136,14 @@ class Variant {
   }
 };
 
-unsigned formats_of(const cache::StreamLayout& layout) noexcept {
+/// Of any sequence: what one has in fp16 another may have in int4.
+unsigned formats_of(const VisibleBatch& batch, Which which) noexcept {
   unsigned bits = 0;
-  for (const auto& level : layout.levels()) bits |= 1u << static_cast<unsigned>(level.ref_format());
+  for (const VisibleRows& rows : batch) {
+    for (const auto& level : stream_of(*rows.view, which).layout->levels()) {
+      bits |= 1u << static_cast<unsigned>(level.ref_format());
+    }
+  }
   return bits;
 }
 
@@ -163,21 +169,23 @@ std::vector<std::int32_t> split(const std::vector<Sequence>& sequences, std::int
 
 }  // namespace
 
-std::string_view why_not(const cache::StreamLayout& keys, const cache::StreamLayout& values,
+std::string_view why_not(const VisibleBatch& batch, Which keys, Which values,
                          std::int64_t n_queries, bool has_mask) {
   constexpr unsigned kCovered =
       1u << static_cast<unsigned>(Format::kFp16) | 1u << static_cast<unsigned>(Format::kBf16) |
       1u << static_cast<unsigned>(Format::kInt8) | 1u << static_cast<unsigned>(Format::kInt4);
   if (n_queries != 1) return "several queries on the GPU: gathered, then ordinary attention";
   if (has_mask) return "a mask on the GPU";
-  if (((formats_of(keys) | formats_of(values)) & ~kCovered) != 0) {
+  if (((formats_of(batch, keys) | formats_of(batch, values)) & ~kCovered) != 0) {
     return "pages of a format that the GPU's kernel does not read";
   }
-  const std::int64_t block_size = keys.shape().block_size;
+  const formats::PageShape& of_keys = stream_of(*batch.front().view, keys).layout->shape();
+  const formats::PageShape& of_values = stream_of(*batch.front().view, values).layout->shape();
+  const std::int64_t block_size = of_keys.block_size;
   if (block_size < kTile || !std::has_single_bit(static_cast<std::uint64_t>(block_size))) {
     return "a block size on the GPU that is no power of two from 16 on";
   }
-  for (const std::int64_t dim : {keys.shape().head_dim, values.shape().head_dim}) {
+  for (const std::int64_t dim : {of_keys.head_dim, of_values.head_dim}) {
     if (dim % kGroup != 0 || dim > 256) return "a head_dim on the GPU other than 64, 128, 192, 256";
   }
   return {};
@@ -185,35 +193,39 @@ std::string_view why_not(const cache::StreamLayout& keys, const cache::StreamLay
 
 void add_attention(const VisibleBatch& batch, const PagedAttention::Options& options,
                    const std::vector<array>& inputs, const array& output,
-                   mlx::core::cu::CommandEncoder& encoder) {
+                   mlx::core::Stream stream) {
   const cache::PageView& view = *batch.front().view;
-  const cache::StreamLayout& key_layout = *stream_of(view, options.keys).layout;
-  const cache::StreamLayout& value_layout = *stream_of(view, options.values).layout;
+  const formats::PageShape& key_shape = stream_of(view, options.keys).layout->shape();
+  const formats::PageShape& value_shape = stream_of(view, options.values).layout->shape();
   const array& queries = inputs[batch.size()];
-  const std::int64_t n_key_heads = key_layout.shape().n_heads;
+  const std::int64_t n_key_heads = key_shape.n_heads;
   const std::int64_t ratio = queries.shape(1) / n_key_heads;
   const std::int64_t most = most_queries(checked_format_of(queries.dtype()));
   const std::int64_t parts = (ratio + most - 1) / most;
 
   Variant variant;
-  variant.key_dim = key_layout.shape().head_dim;
-  variant.value_dim = value_layout.shape().head_dim;
+  variant.key_dim = key_shape.head_dim;
+  variant.value_dim = value_shape.head_dim;
   variant.query_format = checked_format_of(queries.dtype());
-  variant.formats = formats_of(key_layout) | formats_of(value_layout);
+  variant.formats = formats_of(batch, options.keys) | formats_of(batch, options.values);
   variant.queries = (ratio + parts - 1) / parts;
   variant.max_batch = batch.size() <= kSmallBatch ? kSmallBatch : kLargeBatch;
   CUfunc_st* const function = variant.prepare();
 
-  const auto tables = follow_tables(batch, inputs, encoder);
+  auto& encoder = mlx::core::cu::get_command_encoder(stream);
+  const auto tables = follow_tables(batch, inputs, stream);
   const std::int64_t columns = n_key_heads * parts;
+  // One counter a sequence and column.
+  const std::size_t most_sequences = std::clamp<std::size_t>(
+      Scratch::kCounterBytes / 4 / static_cast<std::size_t>(columns), 1, kLargeBatch);
   // The room that the kernel has for the factors of splits.
   const std::int64_t most_splits = 8 * variant.key_dim / variant.queries;
-  for (std::size_t first = 0; first < batch.size(); first += kLargeBatch) {
-    const std::size_t n = std::min(kLargeBatch, batch.size() - first);
+  for (std::size_t first = 0; first < batch.size(); first += most_sequences) {
+    const std::size_t n = std::min(most_sequences, batch.size() - first);
     std::vector<Sequence> sequences(n);
     for (std::size_t i = 0; i < n; ++i) {
       const VisibleRows& rows = batch[first + i];
-      const auto& [keys, values, memory] = tables[first + i];
+      const auto& [keys, values] = tables[first + i];
       sequences[i].key_pages = options.keys == Which::kKeys ? keys : values;
       sequences[i].value_pages = options.values == Which::kKeys ? keys : values;
       sequences[i].n_tokens = static_cast<std::int32_t>(rows.view->length());
@@ -228,7 +240,8 @@ void add_attention(const VisibleBatch& batch, const PagedAttention::Options& opt
     }
     const std::int64_t partial_floats = (variant.queries * (variant.value_dim + 2) + 3) / 4 * 4;
     const auto scratch = std::make_shared<Scratch>(
-        static_cast<std::size_t>(n_splits * columns * partial_floats) * sizeof(float));
+        static_cast<std::size_t>(n_splits * columns * partial_floats) * sizeof(float), stream);
+    encoder.add_completed_handler([scratch] {});
 
     Parameters p;
     Header& header = p.header;
@@ -251,8 +264,7 @@ void add_attention(const VisibleBatch& batch, const PagedAttention::Options& opt
     header.n_key_heads = static_cast<std::int32_t>(n_key_heads);
     header.ratio = static_cast<std::int32_t>(ratio);
     header.parts = static_cast<std::int32_t>(parts);
-    header.block_shift =
-        std::countr_zero(static_cast<std::uint64_t>(key_layout.shape().block_size));
+    header.block_shift = std::countr_zero(static_cast<std::uint64_t>(key_shape.block_size));
     header.batch = static_cast<std::int32_t>(n);
     std::copy(sequences.begin(), sequences.end(), p.sequences);
 
@@ -266,9 +278,7 @@ void add_attention(const VisibleBatch& batch, const PagedAttention::Options& opt
         function, {static_cast<unsigned>(n_splits), static_cast<unsigned>(columns), 1},
         {static_cast<unsigned>(variant.warps * 32), 1, 1}, {},
         static_cast<std::uint32_t>(variant.shared_bytes), parameters);
-    encoder.add_completed_handler([scratch] {});
   }
-  encoder.add_completed_handler([tables] {});
 }
 
 }  // namespace kvpool::mlx_ext::cuda

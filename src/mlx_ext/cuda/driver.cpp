@@ -45,8 +45,8 @@ Driver::Driver() : process_(getpid()) {
   look_up(copy_to_device_, cuda, "cuMemcpyHtoD_v2");
   look_up(set_bytes_, cuda, "cuMemsetD8_v2");
   look_up(stream_synchronize_, cuda, "cuStreamSynchronize");
-  look_up(get_current_, cuda, "cuCtxGetCurrent");
-  look_up(set_current_, cuda, "cuCtxSetCurrent");
+  look_up(push_context_, cuda, "cuCtxPushCurrent_v2");
+  look_up(pop_context_, cuda, "cuCtxPopCurrent_v2");
   look_up(module_load_, cuda, "cuModuleLoadData");
   look_up(module_function_, cuda, "cuModuleGetFunction");
   look_up(function_attribute_, cuda, "cuFuncSetAttribute");
@@ -98,34 +98,53 @@ void Driver::check(int result, const char* call) const {
               (text != nullptr ? text : std::to_string(result)));
 }
 
-bool Driver::set_context() const noexcept {
-  if (getpid() != process_) return false;
-  CUctx_st* current = nullptr;
-  if (get_current_(&current) != 0) return false;
-  return current != nullptr || set_current_(context_) == 0;
-}
+bool Driver::in_child() const noexcept { return getpid() != process_; }
 
-void Driver::make_current() const {
-  if (!set_context()) throw Error("[cuda::Driver] the device cannot be used in a child of fork()");
-}
+/// The device's context is the thread's as long as this lives; then the one before is again.
+class Driver::Context {
+ public:
+  explicit Context(const Driver& driver) noexcept
+      : driver_(driver),
+        is_current_(!driver.in_child() && driver.push_context_(driver.context_) == 0) {}
+  ~Context() {
+    CUctx_st* popped = nullptr;
+    if (is_current_) driver_.pop_context_(&popped);
+  }
+  Context(const Context&) = delete;
+  Context& operator=(const Context&) = delete;
+
+  bool is_current() const noexcept { return is_current_; }
+  void require() const {
+    if (is_current_) return;
+    throw Error("[cuda::Driver] the device cannot be used here: in a child of fork()?");
+  }
+
+ private:
+  const Driver& driver_;
+  bool is_current_;
+};
 
 std::uint64_t Driver::allocate(std::size_t bytes) const noexcept {
+  const Context context(*this);
   std::uint64_t address = 0;
-  return set_context() && mem_alloc_(&address, bytes) == 0 ? address : 0;
+  return context.is_current() && mem_alloc_(&address, bytes) == 0 ? address : 0;
 }
 
 void Driver::free(std::uint64_t address) const noexcept {
-  if (set_context()) mem_free_(address);
+  const Context context(*this);
+  if (context.is_current()) mem_free_(address);
 }
 
 void Driver::upload(std::uint64_t to, const void* from, std::size_t bytes) const {
-  make_current();
+  const Context context(*this);
+  context.require();
   check(copy_to_device_(to, from, bytes), "cuMemcpyHtoD");
   check(stream_synchronize_(nullptr), "cuStreamSynchronize");
 }
 
 void Driver::zero(std::uint64_t at, std::size_t bytes) const {
-  make_current();
+  const Context context(*this);
+  context.require();
   check(set_bytes_(at, 0, bytes), "cuMemsetD8");
   check(stream_synchronize_(nullptr), "cuStreamSynchronize");
 }
@@ -172,19 +191,24 @@ std::string Driver::compile(const std::vector<Source>& sources,
 }
 
 CUmod_st* Driver::load(const std::string& machine_code) const {
-  make_current();
+  const Context context(*this);
+  context.require();
   CUmod_st* module = nullptr;
   check(module_load_(&module, machine_code.data()), "cuModuleLoadData");
   return module;
 }
 
 CUfunc_st* Driver::function(CUmod_st* module, const char* name) const {
+  const Context context(*this);
+  context.require();
   CUfunc_st* function = nullptr;
   check(module_function_(&function, module, name), "cuModuleGetFunction");
   return function;
 }
 
 void Driver::allow_shared_bytes(CUfunc_st* function, int bytes) const {
+  const Context context(*this);
+  context.require();
   check(function_attribute_(function, kMaxDynamicSharedBytes, bytes), "cuFuncSetAttribute");
 }
 

@@ -22,10 +22,11 @@ class Driver {
   /// capability 8.0 or more, the first one.
   static const Driver& get();
 
-  /// For calls from threads that never used CUDA.
-  void make_current() const;
+  // Any thread may call; the device that it uses otherwise stays what it was. In a child of
+  // fork(2), which cannot use the device, there is no memory, nothing is freed, and the others
+  // throw.
 
-  // In a child of fork(2), which cannot use the device: no memory, and nothing is freed.
+  bool in_child() const noexcept;
 
   /// Device memory, or 0.
   std::uint64_t allocate(std::size_t bytes) const noexcept;
@@ -60,8 +61,8 @@ class Driver {
   int (*copy_to_device_)(std::uint64_t, const void*, std::size_t) = nullptr;
   int (*set_bytes_)(std::uint64_t, unsigned char, std::size_t) = nullptr;
   int (*stream_synchronize_)(CUstream_st*) = nullptr;
-  int (*get_current_)(CUctx_st**) = nullptr;
-  int (*set_current_)(CUctx_st*) = nullptr;
+  int (*push_context_)(CUctx_st*) = nullptr;
+  int (*pop_context_)(CUctx_st**) = nullptr;
   int (*module_load_)(CUmod_st**, const void*) = nullptr;
   int (*module_function_)(CUfunc_st**, CUmod_st*, const char*) = nullptr;
   int (*function_attribute_)(CUfunc_st*, int, int) = nullptr;
@@ -75,7 +76,7 @@ class Driver {
   int (*log_size_)(_nvrtcProgram*, std::size_t*) = nullptr;
   int (*log_)(_nvrtcProgram*, char*) = nullptr;
 
-  bool set_context() const noexcept;
+  class Context;
 
   CUctx_st* context_ = nullptr;
   int process_ = 0;

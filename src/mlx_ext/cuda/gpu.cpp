@@ -8,6 +8,7 @@
 #include "driver.h"
 #include "kvpool/mlx_ext/dtypes.h"
 #include "memory.h"
+#include "mlx_cuda.h"
 #include "move_tokens.h"
 #include "page_tables.h"
 
@@ -56,25 +57,29 @@ bool is_gpu_memory(const storage::SlabMemory* memory) noexcept {
 
 std::shared_ptr<cuda::PageTables> make_tables() { return std::make_shared<cuda::PageTables>(); }
 
-std::string_view why_not(const cache::StreamLayout& keys, const cache::StreamLayout& values,
+std::string_view why_not(const VisibleBatch& batch, Which keys, Which values,
                          std::int64_t n_queries, bool has_mask) {
-  return cuda::why_not(keys, values, n_queries, has_mask);
+  return cuda::why_not(batch, keys, values, n_queries, has_mask);
 }
 
-void require(mlx::core::Stream stream) { mlx::core::cu::get_command_encoder(stream); }
+void require_append(mlx::core::Stream stream) {
+  mlx::core::cu::get_command_encoder(stream);
+  cuda::move_kernel("move_tokens");
+}
 
 void append(mlx::core::Stream stream, const std::shared_ptr<const cache::AppendPlan>& plan,
             const array* keys, const array* values, const array& token) {
   auto& encoder = mlx::core::cu::get_command_encoder(stream);
-  cuda::add_append(*plan, keys, values, token, encoder);
   encoder.add_completed_handler([plan] {});
+  cuda::add_append(*plan, keys, values, token, encoder);
 }
 
 void gather(mlx::core::Stream stream, const std::shared_ptr<const VisibleBatch>& batch, Which which,
             const std::vector<array>& tokens, array& rows) {
   auto& encoder = mlx::core::cu::get_command_encoder(stream);
-  rows.set_data(cuda::output_memory(rows.nbytes()));
-  const auto tables = cuda::follow_tables(*batch, tokens, encoder);
+  encoder.add_completed_handler([batch] {});
+  rows.set_data(cuda::output_memory(rows.nbytes(), stream));
+  const auto tables = cuda::follow_tables(*batch, tokens, stream);
   const formats::PageShape& shape = stream_of(*batch->front().view, which).layout->shape();
   cuda::GatherParameters p;
   p.kind.to_format = static_cast<std::int32_t>(checked_format_of(rows.dtype()));
@@ -100,16 +105,14 @@ void gather(mlx::core::Stream stream, const std::shared_ptr<const VisibleBatch>&
                                 {cuda::move_blocks(p.n_rows * shape.n_heads * groups), 1, 1},
                                 {256, 1, 1}, {}, 0, parameters);
   }
-  encoder.add_completed_handler([batch, tables] {});
 }
 
 void attend(mlx::core::Stream stream, const std::shared_ptr<const VisibleBatch>& batch,
             const PagedAttention::Options& options, const std::vector<array>& inputs,
             array& output) {
-  auto& encoder = mlx::core::cu::get_command_encoder(stream);
-  output.set_data(cuda::output_memory(output.nbytes()));
-  cuda::add_attention(*batch, options, inputs, output, encoder);
-  encoder.add_completed_handler([batch] {});
+  mlx::core::cu::get_command_encoder(stream).add_completed_handler([batch] {});
+  output.set_data(cuda::output_memory(output.nbytes(), stream));
+  cuda::add_attention(*batch, options, inputs, output, stream);
 }
 
 }  // namespace kvpool::mlx_ext::gpu

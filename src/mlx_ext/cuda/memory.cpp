@@ -3,12 +3,12 @@
 #include <mlx/memory.h>
 
 #include <bit>
-#include <map>
-#include <mutex>
-#include <vector>
+#include <memory>
+#include <string>
 
 #include "driver.h"
 #include "kvpool/base/error.h"
+#include "kvpool/storage/idle_regions.h"
 #include "mlx_cuda.h"
 
 namespace kvpool::mlx_ext::cuda {
@@ -19,9 +19,30 @@ void* pointer(std::uint64_t address) noexcept {
   return reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr)
 }
 
-/// What MLX keeps for itself is given back before memory counts as used up.
+void free_memory(std::uint64_t address) noexcept { Driver::get().free(address); }
+
+/// More is not worth keeping: a prompt's gathered keys and values come in a new size with each
+/// part.
+constexpr std::size_t kMostIdle = std::size_t{1} << 30;
+
+// Never destroyed: work on its way may end after statics.
+
+storage::IdleRegions& idle_outputs() {
+  static auto* const memory = new storage::IdleRegions(kMostIdle, free_memory);
+  return *memory;
+}
+
+storage::IdleRegions& idle_scratch() {
+  static auto* const memory = new storage::IdleRegions(kMostIdle, free_memory);
+  return *memory;
+}
+
+/// 0 where there is none, after what nobody uses was given back.
 std::uint64_t allocate_hard(std::size_t bytes) noexcept {
   const Driver& driver = Driver::get();
+  if (const std::uint64_t address = driver.allocate(bytes)) return address;
+  idle_outputs().shrink(0);
+  idle_scratch().shrink(0);
   if (const std::uint64_t address = driver.allocate(bytes)) return address;
   try {
     mlx::core::clear_cache();
@@ -29,45 +50,6 @@ std::uint64_t allocate_hard(std::size_t bytes) noexcept {
     return 0;
   }
   return driver.allocate(bytes);
-}
-
-/// Buffers that nobody uses, by size. Kept for the process: work on its way may end after statics.
-class IdleBuffers {
- public:
-  std::uint64_t take(std::size_t size, bool zeroed) {
-    {
-      const std::lock_guard lock(lock_);
-      if (auto found = by_size_.find(size); found != by_size_.end() && !found->second.empty()) {
-        const std::uint64_t address = found->second.back();
-        found->second.pop_back();
-        return address;
-      }
-    }
-    const std::uint64_t address = allocate_hard(size);
-    if (address == 0) {
-      throw Error("[cuda::memory] the device has no " + std::to_string(size) + " bytes left");
-    }
-    if (zeroed) Driver::get().zero(address, Scratch::kCounterBytes);
-    return address;
-  }
-  void put(std::size_t size, std::uint64_t address) {
-    const std::lock_guard lock(lock_);
-    by_size_[size].push_back(address);
-  }
-
- private:
-  std::mutex lock_;
-  std::map<std::size_t, std::vector<std::uint64_t>> by_size_;
-};
-
-IdleBuffers& idle_outputs() {
-  static IdleBuffers* const buffers = new IdleBuffers;
-  return *buffers;
-}
-
-IdleBuffers& idle_scratch() {
-  static IdleBuffers* const buffers = new IdleBuffers;
-  return *buffers;
 }
 
 /// Few sizes, so that buffers are found again.
@@ -80,39 +62,64 @@ std::size_t rounded(std::size_t bytes) noexcept {
 /// Larger ones are too much to keep.
 constexpr std::size_t kLargestKept = std::size_t{32} << 20;
 
-void drop_output(mlx::core::allocator::Buffer buffer) {
-  auto* const record = static_cast<BufferRecord*>(buffer.ptr());
+void drop_output(mlx::core::allocator::Buffer buffer, int stream) noexcept {
+  const std::unique_ptr<BufferRecord> record(static_cast<BufferRecord*>(buffer.ptr()));
   const auto address = reinterpret_cast<std::uint64_t>(record->data);
+  // Another thread may have held the lock when the process forked.
+  if (Driver::get().in_child()) return;
   // An array that was read on the host has moved to managed memory, and MLX freed what it left.
   if (record->device >= 0 && record->size <= kLargestKept) {
-    idle_outputs().put(record->size, address);
+    idle_outputs().put(record->size, stream, address);
   } else {
-    Driver::get().free(address);
+    free_memory(address);
   }
-  delete record;
 }
 
 }  // namespace
 
-mlx::core::allocator::Data output_memory(std::size_t bytes) {
+std::uint64_t device_memory(std::size_t bytes, mlx::core::Stream stream) {
+  if (const std::uint64_t address = allocate_hard(bytes)) return address;
+  mlx::core::synchronize(stream);
+  if (const std::uint64_t address = allocate_hard(bytes)) return address;
+  throw Error("[cuda::device_memory] the device has no " + std::to_string(bytes) + " bytes left");
+}
+
+mlx::core::allocator::Data output_memory(std::size_t bytes, mlx::core::Stream stream) {
   auto record = std::make_unique<BufferRecord>();
   record->size = rounded(bytes);
   record->device = 0;
-  record->data = pointer(idle_outputs().take(record->size, false));
-  return {mlx::core::allocator::Buffer(record.release()), drop_output};
+  std::uint64_t address = idle_outputs().take(record->size, stream.index);
+  if (address == 0) address = device_memory(record->size, stream);
+  record->data = pointer(address);
+  return {
+      mlx::core::allocator::Buffer(record.release()),
+      [index = stream.index](mlx::core::allocator::Buffer buffer) { drop_output(buffer, index); }};
 }
 
-Scratch::Scratch(std::size_t bytes)
-    : size_(rounded(bytes + kCounterBytes)), address_(idle_scratch().take(size_, true)) {}
+Scratch::Scratch(std::size_t bytes, mlx::core::Stream stream)
+    : size_(rounded(bytes + kCounterBytes)),
+      stream_(stream.index),
+      address_(idle_scratch().take(size_, stream_)) {
+  if (address_ != 0) return;
+  address_ = device_memory(size_, stream);
+  try {
+    Driver::get().zero(address_, kCounterBytes);
+  } catch (...) {
+    free_memory(address_);
+    throw;
+  }
+}
 
-Scratch::~Scratch() { idle_scratch().put(size_, address_); }
+Scratch::~Scratch() {
+  if (!Driver::get().in_child()) idle_scratch().put(size_, stream_, address_);
+}
 
 std::byte* DeviceSlabs::obtain(std::size_t size) noexcept {
   return static_cast<std::byte*>(pointer(allocate_hard(size)));
 }
 
 void DeviceSlabs::give_back(std::byte* data, std::size_t) noexcept {
-  Driver::get().free(reinterpret_cast<std::uint64_t>(data));
+  free_memory(reinterpret_cast<std::uint64_t>(data));
 }
 
 }  // namespace kvpool::mlx_ext::cuda

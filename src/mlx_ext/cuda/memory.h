@@ -1,18 +1,26 @@
 #pragma once
 
 #include <mlx/allocator.h>
+#include <mlx/stream.h>
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 
 #include "kvpool/storage/slab_memory.h"
 
 namespace kvpool::mlx_ext::cuda {
 
+// For what runs on a stream that is being built in this thread. Where the device has no memory
+// left, idle buffers are given back, those of MLX too, and at last the stream's work is waited for;
+// then Error is thrown.
+
+/// Freed by Driver::free().
+std::uint64_t device_memory(std::size_t bytes, mlx::core::Stream stream);
+
 /// Memory for an output of a primitive, on the device: MLX's allocator gives an extension managed
-/// memory alone, which a kernel first has to fetch. Kept for later outputs when the array goes.
-mlx::core::allocator::Data output_memory(std::size_t bytes);
+/// memory alone, which a kernel first has to fetch. Kept for later outputs on the stream when the
+/// array goes.
+mlx::core::allocator::Data output_memory(std::size_t bytes, mlx::core::Stream stream);
 
 /// Device memory of one launch's own, to be dropped when the launch has run. It starts with
 /// kCounterBytes of zeros, which kernels leave zero.
@@ -20,7 +28,7 @@ class Scratch {
  public:
   static constexpr std::size_t kCounterBytes = std::size_t{64} << 10;
 
-  explicit Scratch(std::size_t bytes);
+  Scratch(std::size_t bytes, mlx::core::Stream stream);
   ~Scratch();
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
@@ -30,6 +38,7 @@ class Scratch {
 
  private:
   std::size_t size_;
+  int stream_;
   std::uint64_t address_;
 };
 

@@ -18,12 +18,11 @@ std::shared_ptr<storage::SlabMemory> slab_memory() { no_kernels("gpu::slab_memor
 bool is_gpu_memory(const storage::SlabMemory*) noexcept { return false; }
 std::shared_ptr<cuda::PageTables> make_tables() { return nullptr; }
 
-std::string_view why_not(const cache::StreamLayout&, const cache::StreamLayout&, std::int64_t,
-                         bool) {
+std::string_view why_not(const VisibleBatch&, Which, Which, std::int64_t, bool) {
   return "no kernels for this GPU";
 }
 
-void require(mlx::core::Stream) { no_kernels("eval_gpu"); }
+void require_append(mlx::core::Stream) { no_kernels("AppendPages::eval_gpu"); }
 
 void append(mlx::core::Stream, const std::shared_ptr<const cache::AppendPlan>&,
             const mlx::core::array*, const mlx::core::array*, const mlx::core::array&) {

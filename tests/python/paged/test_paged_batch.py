@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from kvpool import build_paged_caches
+from kvpool import _mlx, build_paged_caches
 from kvpool.core.exceptions import BlockPoolExhaustedError
 from kvpool.memory.block_pool import BlockPoolAllocator, PoolConfig
 from kvpool.mlx_lm.paged import PagedBatchKVCache, PagedKVCache
@@ -126,6 +126,22 @@ def test_the_mask_is_that_of_mlx_lm(n, window_size):
     expected = stock.make_mask(n, return_array=False, window_size=window_size)
     mask = batch.make_mask(n, return_array=False, window_size=window_size)
     assert mx.array_equal(mask, mx.broadcast_to(expected, mask.shape))
+
+
+def test_of_one_query_the_mask_hides_padding_alone(monkeypatch):
+    told = []
+    monkeypatch.setattr(_mlx, "padding_mask", lambda mask, n_rows: told.append(n_rows) or mask)
+    pool = make_pool()
+    batch = PagedKVCache.merge([filled(pool, k, k) for k in (5, 2, 7)])
+    batch.make_mask(1)
+    batch.make_mask(1, window_size=8)
+    assert told == [[6, 3, 8], [6, 3, 8]]
+    for options in ({"N": 2}, {"N": 1, "window_size": 7}):  # it hides tokens, too
+        batch.make_mask(**options)
+    windows = PagedKVCache.merge([filled(pool, k, k, window=4) for k in (5, 2)])
+    assert len(told) == 2
+    windows.make_mask(1)
+    assert told[2] == [4, 3]
 
 
 def _stock(n: int) -> KVCache:

@@ -294,7 +294,11 @@ class PagedBatchKVCache:
         first = mx.array([width - n for n in seen])[:, None, None, None]
         query = mx.array([width - n for n in counts])[:, None, None, None] + mx.arange(N)[:, None]
         mask = (column >= first) & (column <= query)
-        return mask if reach is None else mask & (column > query - reach)
+        if reach is not None:
+            mask = mask & (column > query - reach)
+        # Of one query a request it hides the padding alone, which pages have not.
+        alone = N == 1 and (reach is None or width <= reach)
+        return _mlx.padding_mask(mask, seen) if alone else mask
 
     def check_invariants(self) -> None:
         """Raises RuntimeError where the books of a request do not add up. For tests."""
