@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -530,12 +529,3 @@ def test_a_pool_without_separate_streams_and_one_that_grows():
         with pytest.raises(BlockPoolExhaustedError):
             append(cache, 400)
         check(cache)
-
-
-def test_quantising_warns_where_mlx_lm_attends_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
-    import kvpool.mlx_lm.caches.quantized_kv_cache as module
-
-    cuda = SimpleNamespace(is_available=lambda: True)
-    monkeypatch.setattr(module, "mx", SimpleNamespace(default_device=lambda: 1, gpu=1, cuda=cuda))
-    with pytest.warns(RuntimeWarning, match="grouped queries on CUDA"):
-        module.warn_of_cuda()

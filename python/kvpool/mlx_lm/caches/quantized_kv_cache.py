@@ -21,9 +21,16 @@ if TYPE_CHECKING:
 Quantized = tuple[mx.array, mx.array, mx.array]
 
 
+def attends_wrongly() -> bool:
+    """Whether mlx-lm's attention over quantised caches is known to be wrong here (docs/gpu.md)."""
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    return on_gpu and hasattr(mx, "cuda") and mx.cuda.is_available()
+
+
 def warn_of_cuda() -> None:
-    """Warns where attention over quantised caches is known to be wrong: see docs/gpu.md."""
-    if mx.default_device() == mx.gpu and hasattr(mx, "cuda") and mx.cuda.is_available():
+    """Warns where ``attends_wrongly``. However quantised caches come, by ``to_quantized``, from
+    a file or by hand, they pass here before a model attends over them."""
+    if attends_wrongly():
         warnings.warn(
             "mlx-lm's attention over quantised caches is wrong for grouped queries on CUDA in MLX "
             "0.32.4; a paged cache with int8 or int4 pages is right",
@@ -98,10 +105,12 @@ class PoolBackedQuantizedKVCache(LinearLayerCache, QuantizedKVCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Quantized, Quantized]:
         """Appends tokens, quantised, and returns all that there are, (codes, scales, biases) each.
 
-        Takes and raises what ``PoolBackedKVCache.update_and_fetch`` does.
+        Takes and raises what ``PoolBackedKVCache.update_and_fetch`` does. Warns as
+        ``PoolBackedKVCache.to_quantized`` does.
         """
         known = self._known_to_fit(keys, values)
         if not known:
+            warn_of_cuda()
             self._check_new(keys, values)
         new_keys, new_values = self._quantize(keys), self._quantize(values)
         if not known:
