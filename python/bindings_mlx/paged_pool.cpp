@@ -43,10 +43,15 @@ std::shared_ptr<PagedPool> paged_pool_of(nb::handle pool, std::optional<std::int
     store.byte_budget = byte_budget;
     object.paged = std::make_shared<PagedPool>(
         object.pool, store, std::make_shared<kernels::WorkerPool>(n_threads.value_or(0)));
-  } else if (byte_budget || n_threads) {
+  } else if ((byte_budget && byte_budget != object.paged->store().options().byte_budget) ||
+             (n_threads && *n_threads != object.paged->workers()->n_threads())) {
+    const auto number = [](const auto& value) { return value ? std::to_string(*value) : "none"; };
     throw InvalidArgument(
         "[PagedPool::of] byte_budget and n_threads are set once, before the pool's first paged "
-        "cache");
+        "cache: they are " +
+        number(object.paged->store().options().byte_budget) + " and " +
+        std::to_string(object.paged->workers()->n_threads()) + ", got " + number(byte_budget) +
+        " and " + number(n_threads));
   } else if (backend && backend_argument(backend) != mlx_ext::backend_of(*object.paged)) {
     throw InvalidArgument("[PagedPool::of] backend is " +
                           std::string(mlx_ext::name_of(mlx_ext::backend_of(*object.paged))) +

@@ -14,7 +14,7 @@ from kvpool.memory import BlockPoolAllocator
 
 __all__ = ["CacheChoice", "add_arguments"]
 
-_PAGED_OPTIONS = ("format", "method", "bits", "age_policy", "byte_budget")
+_PAGED_OPTIONS = ("format", "method", "bits", "age_policy", "byte_budget", "backend")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--bits", type=positive, metavar="N", help="of --method (default: 3)")
     group.add_argument(
         "--byte-budget", type=positive, metavar="BYTES", help="that all pages together may take"
+    )
+    group.add_argument(
+        "--backend",
+        choices=("cpu", "cuda", "gather"),
+        help="where pages lie and who reads them; gather: MLX's own attention, over gathered keys "
+        "and values (default: what fits MLX's default device)",
     )
 
 
@@ -83,8 +89,7 @@ class CacheChoice:
     @property
     def is_exact(self) -> bool:
         """Whether keys and values stay as the model made them."""
-        rounding = dict(self.options)
-        rounding.pop("byte_budget", None)
+        rounding = {k: v for k, v in self.options.items() if k not in ("byte_budget", "backend")}
         formats = KVFormat.checked(
             "kvpool generate", "format", rounding.pop("format", "auto"), auto=True
         )

@@ -79,12 +79,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="of paged caches: fp16, int8, int8/int4 for keys and values, ... (as tokens come)",
     )
     parser.add_argument("--pool-age-policy", help="of paged caches: fp16:256,int8:2048,int4")
+    parser.add_argument(
+        "--pool-backend",
+        choices=("cpu", "cuda", "gather"),
+        help="of paged caches: where pages lie and who reads them (what fits MLX's default device)",
+    )
     options, others = parser.parse_known_args(arguments)
     paged = options.pool_cache == "paged"
-    chosen = {"format": options.pool_format, "age_policy": options.pool_age_policy}
+    chosen = {
+        "format": options.pool_format,
+        "age_policy": options.pool_age_policy,
+        "backend": options.pool_backend,
+    }
     chosen = {name: value for name, value in chosen.items() if value is not None}
     if chosen and not paged:
-        parser.error("--pool-format and --pool-age-policy need --pool-cache paged")
+        parser.error("--pool-format, --pool-age-policy and --pool-backend need --pool-cache paged")
 
     def make_pool(model: Any) -> BlockPoolAllocator:
         return BlockPoolAllocator(

@@ -57,6 +57,7 @@ def test_keys_and_values_may_have_formats_of_their_own(tiny_model, capsys):
     ("options", "message"),
     [
         (["--format", "int8"], "--format needs --cache paged"),
+        (["--backend", "gather"], "--backend needs --cache paged"),
         (["--age-policy", "fp16:1,int8"], "--age-policy needs --cache paged"),
         (["--cache", "paged", "--format", "fp8"], "format must be one of"),
         (["--cache", "paged", "--format", "int8/fp8"], "format must be one of"),

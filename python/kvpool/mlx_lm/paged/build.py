@@ -29,6 +29,7 @@ def build_paged_caches(
     method: str | None = None,
     bits: int | None = None,
     byte_budget: int | None = None,
+    backend: str | None = None,
 ) -> list[Any]:
     """The model's own prompt cache with its attention layers in pages of ``pool``.
 
@@ -49,37 +50,34 @@ def build_paged_caches(
         byte_budget: Bytes that all paged caches of the pool may take, beside its number of blocks:
             whichever ends first is when the pool is exhausted. It is set before the pool's first
             paged cache; None leaves it as it is.
+        backend: Where the pool's pages lie and who reads them, set before its first paged cache,
+            too: "cpu", "cuda", or "gather" (as cpu, and attention is MLX's own over gathered keys
+            and values). None: as the pool has it, or what fits MLX's default device.
 
     Returns:
         One cache for each that the model asks for (some share them between layers).
 
     Raises:
         TypeError: An argument is of another type.
-        ValueError: An argument is out of range, or two of them contradict each other; or the pool
-            has another byte budget already.
+        ValueError: An argument is out of range, or two of them contradict each other; the pool
+            has another byte budget or backend already; or there is no such backend here.
     """
     where = "build_paged_caches"
     page_format = PageFormat.checked(where, format, age_policy, method, bits)
     checked_pool(where, pool)
     owner = checked_owner(where, owner)
     if byte_budget is not None:
-        _set_budget(where, pool, checked_int(where, "byte_budget", byte_budget, 1))
+        byte_budget = checked_int(where, "byte_budget", byte_budget, 1)
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"[{where}] backend must be a str, got {backend!r}")
+    try:
+        _mlx.PagedPool.of(pool, byte_budget=byte_budget, backend=backend)
+    except ValueError as error:
+        raise ValueError(str(error).replace("[PagedPool::of]", f"[{where}]")) from None
     group = PagedGroup(pool, owner)
     caches = [_paged(cache, group, page_format) for cache in own_caches(model)]
     _shape(model, caches)
     return caches
-
-
-def _set_budget(where: str, pool: BlockPoolAllocator, byte_budget: int) -> None:
-    try:
-        _mlx.PagedPool.of(pool, byte_budget=byte_budget)
-    except ValueError:
-        known = _mlx.PagedPool.of(pool).byte_budget
-        if known != byte_budget:
-            raise ValueError(
-                f"[{where}] byte_budget must be {known}, as when the pool's first paged cache was "
-                f"made, got {byte_budget}"
-            ) from None
 
 
 def _paged(cache: Any, group: PagedGroup, page_format: PageFormat) -> Any:
