@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -31,6 +32,18 @@ def checked_int(where: str, name: str, value: Any, least: int, most: int = 2**63
 def checked_owner(where: str, owner: Any) -> int:
     """``owner`` as a 64-bit int."""
     return checked_int(where, "owner", owner, -(2**63))
+
+
+def checked_state(
+    where: str, state: Any, parts: Sequence[str], least: int | None = None
+) -> Sequence[Any]:
+    """``state``, which must be a tuple or list of these parts, of ``least`` of them at least."""
+    least = len(parts) if least is None else least
+    if not isinstance(state, (tuple, list)):
+        raise TypeError(f"[{where}] state must be a tuple or list, got {state!r}")
+    if not least <= len(state) <= len(parts):
+        raise ValueError(f"[{where}] state must be ({', '.join(parts)}), got {len(state)} items")
+    return state
 
 
 def checked_buffers(where: str, keys: Any, values: Any) -> None:

@@ -97,15 +97,8 @@ class BatchLayerCache(PooledLayerCache):
         self.prepare(left_padding=padding)
 
     @classmethod
-    def _loose(cls: type[Self], state: Any, *geometry: int) -> Self:
-        cache = cls._empty(CacheGroup(None, 0), None, (), *geometry)
-        cache.state = state
-        return cache
-
-    @classmethod
-    def from_state(cls: type[Self], state: Any) -> Self:
-        """A cache with this state and no pool: ``attach`` it before it is used further."""
-        return cls._loose(state)
+    def _unattached(cls: type[Self], state: Any) -> Self:
+        return cls._empty(CacheGroup(None, 0), None, ())
 
     def _forget(self) -> None:
         super()._forget()

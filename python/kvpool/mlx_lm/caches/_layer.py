@@ -15,6 +15,7 @@ from kvpool.core.exceptions import BlockPoolExhaustedError
 from kvpool.memory.block_pool import BlockPoolAllocator
 from kvpool.mlx_lm.caches._arguments import checked_int, checked_owner, checked_pool
 from kvpool.mlx_lm.caches._group import CacheGroup
+from kvpool.mlx_lm.caches._request_cache import RequestCache
 
 Self = TypeVar("Self", bound="PooledLayerCache")
 
@@ -22,7 +23,7 @@ Self = TypeVar("Self", bound="PooledLayerCache")
 STOCK_STEP = 256
 
 
-class PooledLayerCache:
+class PooledLayerCache(RequestCache):
     """One layer's keys and values in contiguous buffers whose rows are charged to a pool.
 
     The pool is charged ``batch * ceil(rows / block_size)`` blocks of keys and as many of values for
@@ -53,10 +54,6 @@ class PooledLayerCache:
         raise NotImplementedError
 
     @classmethod
-    def _where(cls, call: str) -> str:
-        return f"{cls.__name__}::{call}"
-
-    @classmethod
     def _checked_step(cls, step: Any) -> int | None:
         return None if step is None else checked_int(cls.__name__, "step", step, 1)
 
@@ -76,44 +73,20 @@ class PooledLayerCache:
         self._clear()
 
     @classmethod
-    def from_state(cls: type[Self], state: Any) -> Self:
-        """A cache with this state and no pool: ``attach`` it before it is used further."""
+    def _unattached(cls: type[Self], state: Any) -> Self:
         cache = cls.__new__(cls)
         cache._step = None
         cache._clear()
         cache._join(CacheGroup(None, 0))
-        cache.state = state
         return cache
 
-    def attach(self, pool: BlockPoolAllocator, owner: int = -1) -> None:
-        """Charges a cache made by ``from_state`` to ``pool``.
-
-        Attach the caches of a request together, with ``attach_caches``: they become one group.
-
-        Raises:
-            BlockPoolExhaustedError: The pool has too few blocks; the cache is not attached.
-            ValueError: The cache has a pool already.
-        """
-        where = self._where("attach")
-        self._attach_to(CacheGroup(checked_pool(where, pool), checked_owner(where, owner)))
-
     def _attach_to(self, group: CacheGroup) -> Callable[[], None]:
-        """Charges the cache to ``group``, or raises; returns what takes it back."""
-        if self.pool is not None:
-            raise ValueError(f"[{self._where('attach')}] the cache has a pool already: {self!r}")
         loose, own_group = self._lease, self._group
         lease = _native.LayerLease(group.ledger, self._growth(group.pool))
         lease.replace(loose.batch, loose.offset, loose.rows, loose.index)
         self._tag(lease)
         self._join(group, lease)
         return lambda: self._join(own_group, loose)
-
-    def release(self) -> None:
-        """Gives back the blocks of this cache and of every cache that was built with it.
-
-        All of them are empty afterwards, and may be used again.
-        """
-        self._group.release()
 
     def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
         """A copy with an owner of its own (``pool.new_owner()``), charged to it.
@@ -167,9 +140,6 @@ class PooledLayerCache:
             lease.replace(self._sizes(self._keys)[0], lease.offset, lease.rows, lease.index)
 
     # --- buffers, of one array or of several ------------------------------------------------------
-
-    def __copy__(self: Self) -> Self:
-        return copy.deepcopy(self)
 
     @staticmethod
     def _each(function: Callable[[mx.array], mx.array], buffer: Any) -> Any:
@@ -235,12 +205,6 @@ class PooledLayerCache:
         keys, values = self._each(shorter, self._keys), self._each(shorter, self._values)
         self._keys, self._values, self._rows = keys, values, rows
 
-    def _refuse_unattached(self, call: str) -> None:
-        if self._group.pool is None:
-            raise RuntimeError(
-                f"[{self._where(call)}] the cache has no pool yet: call attach(pool, owner) first"
-            )
-
     # --- buffers ----------------------------------------------------------------------------------
 
     @property
@@ -278,37 +242,6 @@ class PooledLayerCache:
         raise NotImplementedError
 
     # --- what mlx-lm asks -------------------------------------------------------------------------
-
-    @property
-    def state(self) -> Any:
-        """What ``from_state`` makes the cache from."""
-        raise NotImplementedError
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        raise NotImplementedError
-
-    @property
-    def meta_state(self) -> str:
-        """Always empty: ``state`` has everything."""
-        return ""
-
-    @meta_state.setter
-    def meta_state(self, meta_state: Any) -> None:
-        if meta_state:
-            raise ValueError(
-                f"[{self._where('meta_state')}] this cache has none, got {meta_state!r}"
-            )
-
-    @property
-    def pool(self) -> BlockPoolAllocator | None:
-        """The pool that is charged; None until a loaded cache is attached."""
-        return self._group.pool
-
-    @property
-    def owner(self) -> int:
-        """Whom the pool is told the blocks belong to."""
-        return self._group.owner
 
     @property
     def step(self) -> int:

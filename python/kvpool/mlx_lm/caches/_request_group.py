@@ -37,6 +37,10 @@ class RequestGroup(Generic[Cache]):
         caches = (member() for member in self._members)
         return [cache for cache in caches if cache is not None]
 
+    def release(self) -> None:
+        """Gives every block back and empties every member."""
+        raise NotImplementedError
+
     def offspring(self: Self, purpose: Hashable, cache: Any, owner: int) -> Self:
         """The group for what is made from ``cache``, one with what is made from its fellows.
 

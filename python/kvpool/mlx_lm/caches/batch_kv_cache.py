@@ -30,6 +30,7 @@ class PoolBackedBatchKVCache(BatchLayerCache, DenseLayerCache):
 
     _stock = BatchKVCache
     _stock_single = KVCache
+    _state_parts = ("keys", "values", "offset", "left_padding", "rows written")
 
     # Rows of padding after each sequence, from prepare to finalize.
     _right_padding: tuple[int, ...] | None
@@ -95,6 +96,6 @@ class PoolBackedBatchKVCache(BatchLayerCache, DenseLayerCache):
 
     @state.setter
     def state(self, state: Any) -> None:
-        keys, values, counts, padding, written = state
+        keys, values, counts, padding, written = self._parts_of(state)
         self._restore(keys, values, counts, padding, written, written)
         self._right_padding = None

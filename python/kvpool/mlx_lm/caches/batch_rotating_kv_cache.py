@@ -31,6 +31,16 @@ class PoolBackedBatchRotatingKVCache(BatchLayerCache, PoolBackedRotatingKVCache)
 
     _stock = BatchRotatingKVCache
     _stock_single = RotatingKVCache
+    _state_parts = (
+        "keys",
+        "values",
+        "offset",
+        "left_padding",
+        "max_size",
+        "rows appended",
+        "index",
+        "rotated",
+    )
 
     # Tokens that each sequence will have where its padding on the right begins, from prepare to
     # finalize.
@@ -59,9 +69,9 @@ class PoolBackedBatchRotatingKVCache(BatchLayerCache, PoolBackedRotatingKVCache)
         self._window(max_size, 0)
 
     @classmethod
-    def from_state(cls, state: Any) -> PoolBackedBatchRotatingKVCache:
-        """A cache with this state and no pool: ``attach`` it before it is used further."""
-        return cls._loose(state, state[4])
+    def _unattached(cls, state: Any) -> PoolBackedBatchRotatingKVCache:
+        max_size = cls._parts_of(state)[4]
+        return cls._empty(CacheGroup(None, 0), None, (), max_size)
 
     def _forget(self) -> None:
         super()._forget()
@@ -202,7 +212,7 @@ class PoolBackedBatchRotatingKVCache(BatchLayerCache, PoolBackedRotatingKVCache)
 
     @state.setter
     def state(self, state: Any) -> None:
-        keys, values, counts, padding, max_size, offset, index, _ = state
+        keys, values, counts, padding, max_size, offset, index, _ = self._parts_of(state)
         if max_size != self.max_size:
             raise ValueError(
                 f"[{self._where('state')}] max_size must be {self.max_size}, got {max_size}"

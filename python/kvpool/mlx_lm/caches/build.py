@@ -12,6 +12,7 @@ from kvpool.memory.block_pool import BlockPoolAllocator
 from kvpool.mlx_lm.caches._arguments import checked_int, checked_owner, checked_pool
 from kvpool.mlx_lm.caches._group import CacheGroup
 from kvpool.mlx_lm.caches._layer import PooledLayerCache
+from kvpool.mlx_lm.caches._request_cache import RequestCache
 from kvpool.mlx_lm.caches.kv_cache import PoolBackedKVCache
 from kvpool.mlx_lm.caches.rotating_kv_cache import PoolBackedRotatingKVCache
 
@@ -72,7 +73,7 @@ def attach_caches(caches: Iterable[Any], pool: BlockPoolAllocator, owner: int = 
             kind = type(cache._group)
             if kind not in groups:
                 groups[kind] = kind(pool, owner)
-            takes_back.append(cache._attach_to(groups[kind]))
+            takes_back.append(cache._attached_to(groups[kind]))
     except BaseException:
         for take_back in takes_back:
             take_back()
@@ -111,7 +112,7 @@ def attachable_among(caches: Iterable[Any]) -> list[Any]:
     """The pooled and the paged caches of a prompt cache, those in lists of caches included."""
     found: list[Any] = []
     for cache in caches:
-        if hasattr(cache, "_attach_to"):
+        if isinstance(cache, RequestCache):
             found.append(cache)
         elif isinstance(cache, CacheList):
             found += attachable_among(cache.caches)

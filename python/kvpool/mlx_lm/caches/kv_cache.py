@@ -60,9 +60,7 @@ class PoolBackedKVCache(DenseLayerCache):
     @state.setter
     def state(self, state: Any) -> None:
         where = self._where("state")
-        if not isinstance(state, (tuple, list)) or len(state) not in (2, 3):
-            raise ValueError(f"[{where}] must be (keys, values) or (keys, values, offset)")
-        keys, values, *offset = state
+        keys, values, *offset = self._parts_of(state, least=2)
         if keys is not None or values is not None:
             checked_buffers(where, keys, values)
         self._place(keys, values, offset[0] if offset else None, where)

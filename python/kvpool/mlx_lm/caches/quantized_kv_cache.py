@@ -52,6 +52,8 @@ class PoolBackedQuantizedKVCache(LinearLayerCache, QuantizedKVCache):
         bits: Width of a code.
     """
 
+    _state_parts = ("keys", "values", "offset", "group_size", "bits")
+
     def __init__(
         self,
         pool: BlockPoolAllocator,
@@ -158,7 +160,7 @@ class PoolBackedQuantizedKVCache(LinearLayerCache, QuantizedKVCache):
     @state.setter
     def state(self, state: Any) -> None:
         where = self._where("state")
-        keys, values, offset, group_size, bits = state
+        keys, values, offset, group_size, bits = self._parts_of(state)
         group_size = checked_int(where, "group_size", group_size, 1)
         bits = checked_int(where, "bits", bits, 1, 8)
         if keys is not None or values is not None:

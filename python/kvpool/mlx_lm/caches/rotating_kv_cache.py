@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import mlx.core as mx
 from mlx_lm.models.cache import RotatingKVCache
@@ -33,6 +33,15 @@ class PoolBackedRotatingKVCache(PooledLayerCache):
         keep: First tokens that are never overwritten, below ``max_size``.
         step: Rows that the buffers grow by until the window is full, 256 by default.
     """
+
+    _state_parts: ClassVar[tuple[str, ...]] = (
+        "keys",
+        "values",
+        "offset",
+        "keep",
+        "max_size",
+        "index",
+    )
 
     def __init__(
         self,
@@ -68,15 +77,9 @@ class PoolBackedRotatingKVCache(PooledLayerCache):
         return _native.BufferGrowth.ring(self.max_size, self.keep, STOCK_STEP, block_size)
 
     @classmethod
-    def from_state(cls, state: Any) -> PoolBackedRotatingKVCache:
-        """A cache with this state and no pool: ``attach`` it before it is used further."""
-        cache = cls.__new__(cls)
-        cache._window(state[4], state[3])
-        cache._step = None
-        cache._clear()
-        cache._join(CacheGroup(None, 0))
-        cache.state = state
-        return cache
+    def _unattached(cls, state: Any) -> PoolBackedRotatingKVCache:
+        _, _, _, keep, max_size, _ = cls._parts_of(state)
+        return cls._member(CacheGroup(None, 0), None, max_size, keep)
 
     @property
     def _idx(self) -> int:
@@ -183,7 +186,7 @@ class PoolBackedRotatingKVCache(PooledLayerCache):
     @state.setter
     def state(self, state: Any) -> None:
         where = self._where("state")
-        keys, values, offset, keep, max_size, index = state
+        keys, values, offset, keep, max_size, index = self._parts_of(state)
         if (keep, max_size) != (self.keep, self.max_size):
             raise ValueError(
                 f"[{where}] keep and max_size must be {self.keep} and {self.max_size}, "

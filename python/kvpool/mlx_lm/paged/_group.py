@@ -30,12 +30,10 @@ class PagedGroup(RequestGroup["PagedKVCache"]):
 
     def release(self) -> None:
         """Gives every block back: every member is empty, and nothing waits to be written."""
-        if self.native is None:
-            return
-        self.native.release()
+        if self.native is not None:
+            self.native.release()
         for cache in self.members():
-            if cache._layer is not None:
-                cache._layer.reset()
+            cache._forget()
 
     def roll_back(self) -> None:
         """Takes back a step that was cut short."""

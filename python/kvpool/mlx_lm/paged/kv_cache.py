@@ -21,6 +21,7 @@ from kvpool.mlx_lm.caches._arguments import (
     checked_owner,
     checked_pool,
 )
+from kvpool.mlx_lm.caches._request_cache import RequestCache
 from kvpool.mlx_lm.paged._group import PagedGroup
 from kvpool.mlx_lm.paged.age_policy import AgePolicy
 from kvpool.mlx_lm.paged.page_format import PageFormat
@@ -40,7 +41,7 @@ class Snapshot:
     window: int | None
 
 
-class PagedKVCache:
+class PagedKVCache(RequestCache):
     """A drop-in replacement for ``mlx_lm.models.cache.KVCache`` over the blocks of a pool.
 
     Tokens are appended in place: growth copies nothing, and attention reads them where they lie
@@ -127,28 +128,10 @@ class PagedKVCache:
         return cache
 
     @classmethod
-    def from_state(cls, state: Any) -> PagedKVCache:
-        """A cache with this state and no pool: ``attach`` it before it is used further."""
-        cache = cls._member(PagedGroup(None, 0), PageFormat())
-        cache.state = state
-        return cache
-
-    def attach(self, pool: BlockPoolAllocator, owner: int = -1) -> None:
-        """Puts the tokens of a cache made by ``from_state`` into blocks of ``pool``.
-
-        Attach the caches of a request together, with ``attach_caches``: they become one group.
-
-        Raises:
-            BlockPoolExhaustedError: The pool has too few blocks; the cache is not attached.
-            ValueError: The cache has a pool already.
-        """
-        where = "PagedKVCache::attach"
-        self._attach_to(PagedGroup(checked_pool(where, pool), checked_owner(where, owner)))
+    def _unattached(cls, state: Any) -> PagedKVCache:
+        return cls._member(PagedGroup(None, 0), PageFormat())
 
     def _attach_to(self, group: PagedGroup) -> Callable[[], None]:
-        """Charges the cache to ``group``, or raises; returns what takes it back."""
-        if self.pool is not None:
-            raise ValueError(f"[PagedKVCache::attach] the cache has a pool already: {self!r}")
         before = self._group, self._loose
 
         def take_back() -> None:
@@ -164,14 +147,6 @@ class PagedKVCache:
             raise
         return take_back
 
-    def release(self) -> None:
-        """Gives back the blocks of this cache and of every cache that was built with it.
-
-        All of them are empty afterwards, and may be used again.
-        """
-        self._group.release()
-        self._loose = None
-
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
         """A fork: it shares every block until one side writes to it, and copies nothing now.
 
@@ -180,8 +155,11 @@ class PagedKVCache:
         """
         return self._fork(copy.deepcopy(self._group, memo))
 
-    def __copy__(self) -> PagedKVCache:
-        return copy.deepcopy(self)
+    def _forget(self) -> None:
+        """Empties the cache, also of tokens that were never charged."""
+        self._loose = None
+        if self._layer is not None:
+            self._layer.reset()
 
     def _fork(self, group: PagedGroup) -> PagedKVCache:
         twin = self._member(group, self._format, self._window)
@@ -228,10 +206,7 @@ class PagedKVCache:
     def _begin(self, keys: Any, values: Any) -> Any:
         """The layer for tokens of these shapes and types."""
         where = "PagedKVCache::update_and_fetch"
-        if self.pool is None:
-            raise RuntimeError(
-                f"[{where}] the cache has no pool yet: call attach(pool, owner) first"
-            )
+        self._refuse_unattached("update_and_fetch")
         checked_buffers(where, keys, values)
         for name, array in (("keys", keys), ("values", values)):
             if not mx.issubdtype(array.dtype, mx.floating):
@@ -314,9 +289,7 @@ class PagedKVCache:
     @state.setter
     def state(self, state: Any) -> None:
         where = "PagedKVCache::state"
-        if not isinstance(state, (tuple, list)) or len(state) not in (2, 3):
-            raise ValueError(f"[{where}] must be what state gives, or (keys, values[, offset])")
-        first, second, *rest = state
+        first, second, *rest = self._parts_of(state, least=2)
         if isinstance(second, Snapshot):
             if self.pool is None:
                 self._format, self._window = second.format, second.window
@@ -337,26 +310,6 @@ class PagedKVCache:
             self._loose = None if offset == 0 else (keys, values, offset)
         else:
             self._fill(keys if offset else None, values, offset)
-
-    @property
-    def meta_state(self) -> str:
-        """Always empty: ``state`` has everything."""
-        return ""
-
-    @meta_state.setter
-    def meta_state(self, meta_state: Any) -> None:
-        if meta_state:
-            raise ValueError(f"[PagedKVCache::meta_state] this cache has none, got {meta_state!r}")
-
-    @property
-    def pool(self) -> BlockPoolAllocator | None:
-        """The pool that is charged; None until a loaded cache is attached."""
-        return self._group.pool
-
-    @property
-    def owner(self) -> int:
-        """Whom the pool is told the blocks belong to."""
-        return self._group.owner
 
     @property
     def window(self) -> int | None:
