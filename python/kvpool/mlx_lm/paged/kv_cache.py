@@ -14,6 +14,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import create_attention_mask
 
 from kvpool._kv_format import KVFormat
+from kvpool.core.exceptions import BlockPoolExhaustedError
 from kvpool.memory.block_pool import BlockPoolAllocator
 from kvpool.mlx_lm.caches._arguments import (
     checked_buffers,
@@ -194,6 +195,9 @@ class PagedKVCache(RequestCache):
                 layer = self._begin(keys, values)
             fetched: tuple[mx.array, mx.array] = layer.update_and_fetch(keys, values)
             return fetched
+        except BlockPoolExhaustedError:
+            self._group.roll_back()  # another request of this owner took what was reserved
+            raise
         except (TypeError, ValueError):
             checked_buffers("PagedKVCache::update_and_fetch", keys, values)
             if keys.shape[2] == 0:

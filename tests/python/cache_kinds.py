@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,6 +73,10 @@ class Kind:
         """The caches of a request to a model of ``n_layers`` layers of this kind."""
         model = SimpleNamespace(make_cache=lambda: [self.stock() for _ in range(n_layers)])
         return self.build(model, pool, owner)
+
+    def by_default(self) -> Kind:
+        """This kind as it is built without options."""
+        return replace(self, build_options={})
 
     def pool_model(self, model: Any, pool: Any) -> AbstractContextManager[Any]:
         return pool_model(model, pool, paged=self.paged, **self.build_options)
