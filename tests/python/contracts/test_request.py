@@ -69,7 +69,7 @@ def test_fault_F29_decoding_goes_on_after_something_was_released(kind):
     pool = small_pool(n_blocks=2 * 39)
     other = kind.layers(pool, n_layers=1, owner=2)
     feed(other, 4 * 20)
-    caches = kind.build(model, pool)
+    caches = kind.by_default().build(model, pool)
     tokens = []
     with kind.attention():
         with pytest.raises(BlockPoolExhaustedError, match=r"\d+ tokens? fit"):

@@ -1,4 +1,4 @@
-"""Paged caches give the tokens that mlx-lm's own caches give, with and without the hook."""
+"""Paged caches beside mlx-lm's own in half precision, in narrow pages and in codes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import nullcontext
 import kvpool
 import mlx.core as mx
 import pytest
-from kvpool import BlockPoolAllocator, PoolConfig, build_paged_caches
+from cache_kinds import decode, make_pool, prompt
+from kvpool import build_paged_caches
 from kvpool.cache import METHODS
-from kvpool.mlx_lm.paged import PagedKVCache
-from mlx_lm.generate import generate_step, generation_stream, speculative_generate_step
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import VOCABULARY, all_models, tiny_gpt2, tiny_lfm2, tiny_llama, tiny_qwen3
 
-PROMPT = [(7 * i + 3) % VOCABULARY for i in range(21)]
+PROMPT = prompt(21)
 MODELS = {**all_models(), "qwen3": tiny_qwen3, "gpt2": tiny_gpt2, "lfm2": tiny_lfm2}
 
 #: Two logits that are closer than this may change places when arithmetic in half precision is
@@ -23,52 +23,8 @@ MODELS = {**all_models(), "qwen3": tiny_qwen3, "gpt2": tiny_gpt2, "lfm2": tiny_l
 HALF_TOLERANCE = 0.1
 
 
-def make_pool(n_blocks: int = 2048, block_size: int = 4) -> BlockPoolAllocator:
-    return BlockPoolAllocator(PoolConfig(block_size=block_size, n_blocks=n_blocks))
-
-
-def decode(model, cache, prompt=PROMPT, max_tokens=40, **options):
-    steps = generate_step(
-        mx.array(prompt), model, max_tokens=max_tokens, prompt_cache=cache, **options
-    )
-    return [int(token) for token, _ in steps]
-
-
 def hook(hooked: bool):
     return kvpool.attention() if hooked else nullcontext()
-
-
-@pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize("block_size", [4, 16])
-@pytest.mark.parametrize("name", MODELS)
-def test_greedy_decoding_with_a_prompt_in_chunks(name, block_size, hooked):
-    model = MODELS[name]()
-    stock = decode(model, make_prompt_cache(model), prefill_step_size=8)
-    pool = make_pool(block_size=block_size)
-    caches = build_paged_caches(model, pool, owner=1)
-    before = kvpool.attention_stats()
-    with hook(hooked):
-        assert decode(model, caches, prefill_step_size=8) == stock
-    for cache, twin in zip(caches, make_prompt_cache(model), strict=True):
-        if not isinstance(twin, (KVCache, RotatingKVCache)):
-            assert type(cache) is type(twin)
-            continue
-        cache.check_invariants()
-        assert type(cache) is PagedKVCache
-        assert cache.window == (twin.max_size if isinstance(twin, RotatingKVCache) else None)
-    paged = [cache for cache in caches if isinstance(cache, PagedKVCache)]
-    counted = kvpool.attention_stats().since(before)
-    if hooked:
-        # Latent attention makes other keys of the latent for a prompt, and those are not ours.
-        assert counted.kernel >= 39 * len(paged)
-        assert counted.fell_back == {}
-        assert name == "deepseek_v3" or counted.not_ours == 0
-    else:
-        assert counted.total == 0
-    paged[-1].release()
-    mx.synchronize(generation_stream)  # mlx-lm computes one token that it never delivers
-    assert pool.stats.blocks_in_use() == 0
-    pool.check_invariants()
 
 
 # MLX gathers the experts of gpt_oss in fp32 alone on the CPU.
@@ -84,50 +40,12 @@ def test_half_precision_agrees_until_a_step_that_is_a_close_call(name, dtype):
 
     stock = run(make_prompt_cache(model))
     with kvpool.attention():
-        ours = run(build_paged_caches(model, make_pool(), 1))
+        ours = run(build_paged_caches(model, make_pool(2048, 4), 1))
     for (token, logprobs), (mine, _) in zip(stock, ours, strict=True):
         if token != mine:
             best, second = mx.sort(-logprobs.astype(mx.float32))[:2].tolist()
             assert second - best < HALF_TOLERANCE
             return
-
-
-def test_speculative_decoding():
-    model, draft = tiny_llama(), tiny_llama(n_layers=2, seed=5)
-
-    def run(cache):
-        steps = speculative_generate_step(
-            mx.array(PROMPT), model, draft, num_draft_tokens=3, max_tokens=40, prompt_cache=cache
-        )
-        return [int(token) for token, _, _ in steps]
-
-    pool = make_pool()
-    stock = run(make_prompt_cache(model) + make_prompt_cache(draft))
-    with kvpool.attention():
-        paged = build_paged_caches(model, pool, 1) + build_paged_caches(draft, pool, 2)
-        assert run(paged) == stock
-    for cache in paged:
-        cache.check_invariants()
-
-
-def test_two_requests_side_by_side():
-    model = tiny_llama()
-    pool = make_pool()
-    prompts = [PROMPT, PROMPT[:9]]
-    with kvpool.attention():
-        streams = [
-            generate_step(
-                mx.array(prompt),
-                model,
-                max_tokens=20,
-                prompt_cache=build_paged_caches(model, pool, owner),
-            )
-            for owner, prompt in enumerate(prompts)
-        ]
-        tokens = [[int(t) for t, _ in pair] for pair in zip(*streams, strict=True)]
-    for i, prompt in enumerate(prompts):
-        stock = decode(model, make_prompt_cache(model), prompt, max_tokens=20)
-        assert [pair[i] for pair in tokens] == stock
 
 
 def test_forks_of_one_prompt_go_their_own_ways():
@@ -195,17 +113,3 @@ def cosine(a: mx.array, b: mx.array) -> float:
 def test_kivi_pages_hold_whole_groups():
     with pytest.raises(ValueError, match="32"):
         build_paged_caches(tiny_llama(), make_pool(block_size=16), 1, method="kivi", bits=2)
-
-
-def test_quantising_while_decoding():
-    model = tiny_llama()
-    pool = make_pool(block_size=16)
-    caches = build_paged_caches(model, pool, owner=1)
-    with kvpool.attention():
-        tokens = decode(model, caches, kv_bits=8, quantized_kv_start=10, max_tokens=30)
-    assert len(tokens) == 30
-    assert [type(cache) for cache in caches] == 3 * [PagedKVCache]
-    assert {block.format for block in pool.blocks_for(1)} == {"int8"}
-    caches[1].release()
-    mx.synchronize(generation_stream)
-    assert pool.stats.blocks_in_use() == 0
