@@ -418,7 +418,12 @@ class PagedKVCache(RequestCache):
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> PagedKVCache:
         """A cache of the same tokens in pages of ``bits`` bits, which takes this one's place.
 
+        It is charged on its own; this cache keeps its blocks until it is dropped and nobody reads
+        them any more. A cache that has such pages already is returned as it is: mlx-lm asks again
+        at every step.
+
         Raises:
+            BlockPoolExhaustedError: The pool has no room for both; this cache is as it was.
             ValueError: ``group_size`` is not 64, which pages have, or there are no pages of so many
                 bits.
         """
@@ -427,9 +432,12 @@ class PagedKVCache(RequestCache):
             raise ValueError(f"[{where}] group_size must be 64, got {group_size}")
         if checked_int(where, "bits", bits, 1) not in (2, 3, 4, 8):
             raise ValueError(f"[{where}] bits must be 2, 3, 4 or 8, got {bits}")
-        self._settle()
         width = f"int{bits}"
-        narrow = self._member(self._group, PageFormat(KVFormat(width, width)), self._window)
+        narrow_format = PageFormat(KVFormat(width, width))
+        if self._format == narrow_format:
+            return self
+        self._settle()
+        narrow = self._member(self._group, narrow_format, self._window)
         narrow._put(*self.keys_and_values(), self.offset)
         return narrow
 
