@@ -12,6 +12,7 @@ import mlx.core as mx
 import pytest
 from kvpool.models.tokenizers import byte_level_bpe, write_tokenizer
 from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
 VOCABULARY = 97
 
@@ -159,12 +160,14 @@ def tiny_lfm2() -> Any:
 
 
 @cache
-def _attends_quantised(head_dim: int) -> bool:
-    codes = mx.quantize(mx.ones((1, 1, 8, head_dim)), group_size=64, bits=8)
-    row = mx.ones((1, 1, 1, head_dim))
+def _attends_quantised() -> bool:
+    """Whether mlx-lm's attention over 8-bit keys of tiny_llama runs, for a prompt and a token."""
+    codes = mx.quantize(mx.ones((1, 2, 21, 64)), group_size=64, bits=8)
     try:
-        scores = mx.quantized_matmul(row, *codes, transpose=True, group_size=64, bits=8)
-        mx.eval(mx.quantized_matmul(scores, *codes, transpose=False, group_size=64, bits=8))
+        for n_queries in (21, 1):
+            queries = mx.ones((1, 4, n_queries, 64))
+            mask = "causal" if n_queries > 1 else None
+            mx.eval(quantized_scaled_dot_product_attention(queries, codes, codes, 1.0, mask))
     except (RuntimeError, ValueError):
         return False
     return True
@@ -172,7 +175,7 @@ def _attends_quantised(head_dim: int) -> bool:
 
 def needs_quantised_attention() -> None:
     """Skips where MLX cannot attend over quantised keys of tiny_llama, as on CUDA (0.32.4)."""
-    if not _attends_quantised(64):
+    if not _attends_quantised():
         pytest.skip("MLX has no quantised matrix product for a head of 64 numbers on this device")
 
 

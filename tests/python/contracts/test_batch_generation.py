@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from cache_kinds import DECODING, PAGED, REQUESTS, all_returned, decode, make_pool, prompt
+from cache_kinds import DECODING, PAGED, REQUESTS, all_returned, decode, in_use, make_pool, prompt
 from kvpool import BlockPoolExhaustedError
 from kvpool.mlx_lm import pool_model
 from mlx_lm.generate import BatchGenerator, batch_generate, generation_stream
@@ -72,7 +72,7 @@ def test_extracted_caches_go_on_alone(kind, make_model):
         held = [sum(cache.n_blocks_held() for cache in caches) for caches in ours.caches]
         mx.synchronize(generation_stream)
         assert [len(pool.blocks_for(owner)) for owner in owners] == held
-        assert pool.stats.blocks_in_use() == sum(held)  # the batch has gone
+        assert in_use(pool) == sum(held)  # the batch has gone
         for i, ids in enumerate(stock.token_ids):
             expected = decode(model, stock.caches[i], ids[-1:], 12)
             assert decode(model, ours.caches[i], ids[-1:], 12) == expected
@@ -92,14 +92,14 @@ def test_prompts_that_were_kept_are_put_into_a_batch(kind):
         cache = make_cache()
         model(mx.array([PROMPTS[2][:30]]), cache=cache)
         kept.insert_cache("tiny", PROMPTS[2][:30], cache)
-        held = pool and pool.stats.blocks_in_use()
+        held = pool and in_use(pool)
         caches, rest = [], []
         for tokens in [PROMPTS[2], PROMPTS[2], *PROMPTS[:2]]:
             found, left = kept.fetch_nearest_cache("tiny", tokens)
             caches.append(found or make_cache())
             rest.append(list(left))
         assert len(rest[0]) == len(rest[1]) == 10
-        assert pool is None or pool.stats.blocks_in_use() == (1 if kind.paged else 3) * held
+        assert pool is None or in_use(pool) == (1 if kind.paged else 3) * held
         return batch_generate(
             model, TOKENIZER, rest, caches, max_tokens=10, return_token_ids=True
         ).token_ids
@@ -119,15 +119,15 @@ def test_a_request_that_is_removed_gives_its_blocks_back(kind):
         first, second = generator.insert([PROMPTS[0], PROMPTS[1]])
         while not generator.next_generated():
             pass
-        both = pool.stats.blocks_in_use()
+        both = in_use(pool)
         caches, tokens = generator.remove([first], return_prompt_caches=True)[first]
         assert len(tokens) == caches[0].offset
         kept = sum(cache.n_blocks_held() for cache in caches)
-        used = pool.stats.blocks_in_use()  # what is extracted from pages shares them
+        used = in_use(pool)  # what is extracted from pages shares them
         assert used == both if kind.paged else used < both
         generator.next_generated()
         del caches
-        before = pool.stats.blocks_in_use()
+        before = in_use(pool)
         assert before >= kept // 3
         generator.remove([second])
         assert all_returned(pool)
@@ -239,4 +239,4 @@ def test_pooling_checks_what_it_is_given():
         assert "make_cache" not in vars(model)
     with pool_model(model, pool, paged=True, format="int8") as pooled:
         assert [type(cache) for cache in pooled.model.make_cache()] == 3 * [PAGED.cls]
-    assert pool.stats.blocks_in_use() == 0
+    assert in_use(pool) == 0

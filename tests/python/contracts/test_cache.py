@@ -7,7 +7,7 @@ import copy
 import mlx.core as mx
 import numpy as np
 import pytest
-from cache_kinds import SINGLES, append, blocks_for, make_pool, rows
+from cache_kinds import SINGLES, append, blocks_for, in_use, make_pool, rows
 from kvpool.core.exceptions import BlockPoolExhaustedError
 from kvpool.mlx_lm import attach_caches
 
@@ -135,7 +135,7 @@ def test_arrays_handed_out_keep_what_they_show(kind):
     assert kind.same(keys, rows(20)) and kind.same(values, rows(20))
     assert kind.same(kept, mx.concatenate([rows(5), other], axis=2))
     del keys, values, kept
-    assert pool.stats.blocks_in_use() == stranger.n_blocks_held()
+    assert in_use(pool) == stranger.n_blocks_held()
 
 
 def test_a_state_is_out_of_reach_of_writes(kind):
@@ -155,13 +155,13 @@ def test_a_state_is_out_of_reach_of_writes(kind):
 def test_from_state_needs_attach_before_it_can_grow(kind):
     pool = make_pool()
     loose = kind.cls.from_state(kind.state(rows(20), rows(20), 20))
-    assert loose.pool is None and loose.size() == 20 and pool.stats.blocks_in_use() == 0
+    assert loose.pool is None and loose.size() == 20 and in_use(pool) == 0
     with pytest.raises(RuntimeError, match=rf"\[{kind.cls.__name__}::update_and_fetch\].*attach"):
         append(loose, 1)
     assert loose.trim(2) == 2
     loose.attach(pool, 3)
     assert (loose.pool, loose.owner) == (pool, 3)
-    assert pool.stats.blocks_in_use() == 4
+    assert in_use(pool) == 4
     assert mx.array_equal(append(loose, 1)[0], rows(19))
     loose.check_invariants()
     with pytest.raises(ValueError, match="has a pool already"):
@@ -173,13 +173,13 @@ def test_attaching_a_list_makes_one_group_or_changes_nothing(kind):
     loose = [kind.cls.from_state(kind.state(rows(40), rows(40), 40)) for _ in range(2)]
     with pytest.raises(BlockPoolExhaustedError):
         attach_caches(loose, pool, 3)
-    assert pool.stats.blocks_in_use() == 0
+    assert in_use(pool) == 0
     assert [cache.pool for cache in loose] == [None, None]
     assert [cache.offset for cache in loose] == [40, 40]
     pool = make_pool(n_blocks=12)
     attach_caches(loose, pool, 3)
     loose[1].release()
-    assert pool.stats.blocks_in_use() == 0 and loose[0].empty()
+    assert in_use(pool) == 0 and loose[0].empty()
 
 
 @pytest.mark.parametrize("bad", [None, "pool", 4096])
@@ -290,7 +290,7 @@ def test_fault_F28_caches_with_the_default_owner_free_their_own_blocks(kind):
     append(first, 20)
     append(second, 20)
     first.release()
-    assert pool.stats.blocks_in_use() == second.n_blocks_held() > 0
+    assert in_use(pool) == second.n_blocks_held() > 0
     append(second, 1)
     kind.check(second)
 
@@ -323,7 +323,7 @@ def test_fault_F34_trim_gives_blocks_back(kind):
     cache = kind.make(pool, 1)
     append(cache, 300)
     assert cache.trim(200) == 200
-    assert pool.stats.blocks_in_use() == blocks_for(100)
+    assert in_use(pool) == blocks_for(100)
     kind.check(cache)
     assert kind.same(append(cache, 1)[0], rows(101))
 
@@ -336,7 +336,7 @@ def test_fault_F26_and_F36_a_released_cache_is_empty(kind, again):
     cache.release()
     if again:
         cache.release()
-    assert cache.empty() and cache.offset == 0 and pool.stats.blocks_in_use() == 0
+    assert cache.empty() and cache.offset == 0 and in_use(pool) == 0
     assert kind.same(append(cache, 3)[0], rows(3))
     kind.check(cache)
 
@@ -348,12 +348,12 @@ def test_fault_F39_a_copy_has_its_own_owner_and_goes_its_own_way(kind):
     held = cache.n_blocks_held()
     twin = copy.deepcopy(cache)
     assert type(twin) is kind.cls and twin.pool is pool and twin.owner != 1
-    assert pool.stats.blocks_in_use() == (held if kind.paged else 2 * held)
+    assert in_use(pool) == (held if kind.paged else 2 * held)
     assert kind.same(append(twin, 1)[0], rows(21))
     assert kind.same(cache.keys_and_values()[0], rows(20))
     append(cache, 300)
     twin.release()
-    assert pool.stats.blocks_in_use() == cache.n_blocks_held()
+    assert in_use(pool) == cache.n_blocks_held()
     kind.check(cache)
     shallow = copy.copy(cache)
     assert shallow.owner != cache.owner and shallow.n_blocks_held() == cache.n_blocks_held()
@@ -420,8 +420,8 @@ def test_field_D14_a_quantised_replacement_is_charged_and_the_old_blocks_go_back
     assert (narrow.owner, narrow.offset) == (1, 20)
     free = pool.n_free("k") + pool.n_free("v")
     del cache
+    assert in_use(pool) == narrow.n_blocks_held() > 0
     assert pool.n_free("k") + pool.n_free("v") == free + held
-    assert pool.stats.blocks_in_use() == narrow.n_blocks_held() > 0
     assert {block.format for block in pool.blocks_for(1)} == {"int8"}
     narrow.check_invariants()
 
@@ -455,7 +455,7 @@ def test_field_F2_trim_stops_at_zero(kind):
     cache = kind.make(pool, 1)
     append(cache, 10)
     assert cache.is_trimmable() and cache.trim(25) == 10
-    assert (cache.offset, pool.stats.blocks_in_use(), cache.empty()) == (0, 0, True)
+    assert (cache.offset, in_use(pool), cache.empty()) == (0, 0, True)
     assert cache.keys is None and cache.trim(1) == 0
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from cache_kinds import REQUESTS, append, decode, make_pool, offsets, prompt, rows
+from cache_kinds import REQUESTS, append, decode, in_use, make_pool, offsets, prompt, rows
 from kvpool.core.exceptions import BlockPoolExhaustedError
 from kvpool.memory.block_pool import BlockPoolAllocator, PoolConfig
 from mlx_lm.generate import generate_step
@@ -54,7 +54,7 @@ def test_fault_F29_running_out_moves_no_layer_and_says_what_fits(kind):
     assert caught.value.tokens_that_fit == 2
     assert (caught.value.owner, caught.value.available) == (1, 0)
     assert offsets(caches) == [10, 10, 10]
-    assert pool.stats.blocks_in_use() == before.blocks_in_use()
+    assert in_use(pool) == before.blocks_in_use()
     assert pool.stats.n_exhausted == before.n_exhausted + 1
     assert pool.n_available("k") == pool.n_free("k")
     feed(caches, 2)
@@ -136,7 +136,7 @@ def test_requests_of_one_owner_that_take_each_others_reservation_move_whole_or_n
     with pytest.raises(BlockPoolExhaustedError):
         second[1].update_and_fetch(data, data)
     assert offsets(first + second) == [4, 4, 0, 0]
-    assert pool.stats.blocks_in_use() == 4
+    assert in_use(pool) == 4
     check(first)
     check(second)
 
@@ -189,7 +189,7 @@ def test_ctrl_c_between_layers_is_taken_back_by_the_next_step(
         assert offsets(caches) == offsets(stock)
         check(caches)
         del ours
-        assert pool.stats.blocks_in_use() == sum(cache.n_blocks_held() for cache in caches)
+        assert in_use(pool) == sum(cache.n_blocks_held() for cache in caches)
 
 
 def test_a_model_that_reads_an_offset_before_its_mask_starts_where_the_last_step_did(
@@ -211,7 +211,7 @@ def test_a_model_that_reads_an_offset_before_its_mask_starts_where_the_last_step
 def test_trim_and_a_copy_take_a_torn_step_back(kind):
     caches = kind.layers(small_pool())
     feed(caches, 10)
-    held = caches[0].pool.stats.blocks_in_use()
+    held = in_use(caches[0].pool)
     feed(caches, 5, layers=2)
     twins = copy.deepcopy(caches)
     assert trim_prompt_cache(caches, 1) == 1
@@ -221,7 +221,7 @@ def test_trim_and_a_copy_take_a_torn_step_back(kind):
     check(caches)
     check(twins)
     del twins
-    assert caches[0].pool.stats.blocks_in_use() == held
+    assert in_use(caches[0].pool) == held
 
 
 def test_a_layer_that_a_caller_leaves_out_does_not_hold_the_others_back(kind):
@@ -242,7 +242,7 @@ def test_release_of_any_member_releases_all(kind):
     feed(others, 10)
     caches[2].release()
     assert [cache.empty() for cache in caches] == [True, True, True]
-    assert pool.stats.blocks_in_use() == sum(cache.n_blocks_held() for cache in others)
+    assert in_use(pool) == sum(cache.n_blocks_held() for cache in others)
     feed(others, 1)
     feed(caches, 2)
     check(caches + others)
@@ -254,26 +254,26 @@ def test_dropping_or_replacing_one_member_gives_its_blocks_back_and_no_others(ki
     feed(caches, 10)
     held = caches[0].n_blocks_held()
     caches[1] = KVCache()
-    assert pool.stats.blocks_in_use() == 2 * held
+    assert in_use(pool) == 2 * held
     for _ in range(3):
         feed(caches, 1)
     assert offsets(caches) == [13, 3, 13]
     del caches[0]
-    assert pool.stats.blocks_in_use() == caches[-1].n_blocks_held()
+    assert in_use(pool) == caches[-1].n_blocks_held()
 
 
 def test_a_deep_copy_of_the_list_is_one_new_group_with_one_new_owner(kind):
     pool = small_pool()
     caches = kind.layers(pool)
     feed(caches, 10)
-    before = pool.stats.blocks_in_use()
+    before = in_use(pool)
     twins = copy.deepcopy(caches)
-    assert pool.stats.blocks_in_use() == (before if kind.paged else 2 * before)
+    assert in_use(pool) == (before if kind.paged else 2 * before)
     assert {twin.owner for twin in twins} != {1} and len({twin.owner for twin in twins}) == 1
     twins[2].release()
     assert [twin.empty() for twin in twins] == [True, True, True]
     assert offsets(caches) == [10, 10, 10]
-    assert pool.stats.blocks_in_use() == len(pool.blocks_for(1)) == before
+    assert in_use(pool) == len(pool.blocks_for(1)) == before
 
 
 def test_field_F23_layers_are_trimmed_alike(kind):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import kvpool
 import mlx.core as mx
 import pytest
-from cache_kinds import DECODING, POOLED, all_returned, decode, make_pool, prompt
+from cache_kinds import DECODING, ON_GPU, POOLED, all_returned, decode, in_use, make_pool, prompt
 from kvpool.mlx_lm.paged import PagedKVCache
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
@@ -71,7 +71,9 @@ def test_greedy_decoding_with_a_prompt_in_chunks(name, kind, block_size, options
         else:
             assert type(cache).__name__ == f"PoolBacked{type(twin).__name__}"
     counted = kvpool.attention_stats().since(before)
-    if kind.hooked:
+    if kind.hooked and ON_GPU:  # pages of fp32 are gathered there
+        assert counted.kernel == 0 < counted.total
+    elif kind.hooked:
         # Latent attention makes other keys of the latent for a prompt, and those are not ours.
         assert counted.kernel >= 39 * len(charged)
         assert counted.fell_back == {}
@@ -115,7 +117,7 @@ def test_a_second_request_reuses_the_blocks_of_the_first(kind):
         if owner == 0:
             caches[0].release()
             assert all_returned(pool)
-    assert reused == pool.stats.blocks_in_use() == sum(c.n_blocks_held() for c in caches)
+    assert reused == in_use(pool) == sum(c.n_blocks_held() for c in caches)
 
 
 @over_kinds

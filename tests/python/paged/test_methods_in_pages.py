@@ -7,6 +7,7 @@ import itertools
 import kvpool
 import mlx.core as mx
 import pytest
+from cache_kinds import needs_method_kernels
 from kvpool import BlockPoolAllocator, PoolConfig, build_paged_caches
 from kvpool.cache import METHODS
 from kvpool.mlx_lm.paged import PagedKVCache
@@ -14,6 +15,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import VOCABULARY, all_models, tiny_llama
 
+pytestmark = needs_method_kernels
 PROMPT = [(7 * i * i + 3 * i) % VOCABULARY for i in range(250)]
 
 # Distance of the logits to stock's, over stock's norm, at 8 bits; measured and doubled. qjl does

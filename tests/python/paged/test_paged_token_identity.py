@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import kvpool
 import mlx.core as mx
 import pytest
-from cache_kinds import decode, make_pool, prompt
+from cache_kinds import decode, in_use, make_pool, needs_method_kernels, prompt
 from kvpool import build_paged_caches
 from kvpool.cache import METHODS
 from mlx_lm.generate import generate_step
@@ -54,9 +54,9 @@ def test_forks_of_one_prompt_go_their_own_ways():
     caches = build_paged_caches(model, pool, 1)
     with kvpool.attention():
         mx.eval(model(mx.array([PROMPT]), cache=caches))
-        held = pool.stats.blocks_in_use()
+        held = in_use(pool)
         forks = [copy.deepcopy(caches) for _ in range(3)]
-        assert pool.stats.blocks_in_use() == held
+        assert in_use(pool) == held
         assert len({fork[0].owner for fork in forks}) == 3
         assert all(len({cache.owner for cache in fork}) == 1 for fork in forks)
         ours = [decode(model, fork, [token], 10) for token, fork in enumerate(forks)]
@@ -82,6 +82,7 @@ def test_narrow_pages_answer_much_as_exact_ones_do(format):
     assert sum(c.nbytes for c in narrow) < sum(c.nbytes for c in exact)
 
 
+@needs_method_kernels
 @pytest.mark.parametrize("method", METHODS)
 def test_methods_keep_full_blocks_in_codes(method):
     model, pool = tiny_llama(), make_pool(block_size=32)
