@@ -2,6 +2,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
@@ -70,6 +71,11 @@ void bind_paged_pool(nb::module_& m) {
       "describe_backend",
       [](const std::string& name) { return mlx_ext::describe(backend_argument(name)); }, "name"_a,
       "What a backend runs on, or why there is none, for people.");
+  m.def("gpu_memory", &mlx_ext::gpu_memory,
+        "Bytes that pages, tables and buffers take on the GPU, beside MLX's memory, and the most "
+        "that\n"
+        "they took.");
+  m.def("reset_peak_gpu_memory", &mlx_ext::reset_peak_gpu_memory, "Starts anew with the most.");
   nb::class_<PagedPool>(m, "PagedPool", "The pages and threads behind the paged caches of a pool.")
       .def_static(
           "of", &paged_pool_of, "pool"_a, "byte_budget"_a = nb::none(), "n_threads"_a = nb::none(),

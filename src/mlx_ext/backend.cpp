@@ -54,6 +54,7 @@ std::string describe(Backend backend) {
     case Backend::kCuda:
       return gpu::description();
     default:
+      if (gpu::is_available()) return "gathered for MLX's own attention";
       return "gathered for MLX's own attention (" + gpu::description() + ")";
   }
 }
@@ -76,6 +77,13 @@ Backend backend_of(const cache::PagedPool& pool) noexcept {
   if (gpu::is_gpu_memory(memory)) return Backend::kCuda;
   return dynamic_cast<const GatheredSlabs*>(memory) != nullptr ? Backend::kGather : Backend::kCpu;
 }
+
+std::pair<std::size_t, std::size_t> gpu_memory() noexcept {
+  const gpu::HeldMemory memory = gpu::held_memory();
+  return {memory.bytes, memory.peak};
+}
+
+void reset_peak_gpu_memory() noexcept { gpu::reset_peak_memory(); }
 
 mlx::core::Stream page_stream(const cache::PagedPool& pool) {
   return mlx::core::default_stream(backend_of(pool) == Backend::kCuda ? mlx::core::Device::gpu

@@ -3,6 +3,7 @@
 #include <mlx/array.h>
 #include <mlx/stream.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -23,6 +24,14 @@ namespace kvpool::mlx_ext::gpu {
 bool is_available() noexcept;
 /// "CUDA on NVIDIA H200"; or why there is none.
 std::string description();
+
+/// Bytes that this library has on the GPU, beside MLX's, and the most there were.
+struct HeldMemory {
+  std::size_t bytes = 0;
+  std::size_t peak = 0;
+};
+HeldMemory held_memory() noexcept;
+void reset_peak_memory() noexcept;
 
 std::shared_ptr<storage::SlabMemory> slab_memory();
 /// Whether pages of slabs from there lie on the GPU.

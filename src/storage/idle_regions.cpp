@@ -32,21 +32,21 @@ void IdleRegions::put(std::size_t size, int stream, std::uint64_t address) noexc
   } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch)
     // No room to remember it.
   }
-  if (!kept) free_(address);
+  if (!kept) free_(address, size);
   if (too_much) shrink(limit_bytes_ / 2);
 }
 
 void IdleRegions::shrink(std::size_t bytes) noexcept {
   for (;;) {
-    std::uint64_t oldest = 0;
+    Idle oldest{};
     {
       const std::lock_guard lock(lock_);
       if (bytes_ <= bytes) return;
-      oldest = idle_.front().address;
-      bytes_ -= idle_.front().size;
+      oldest = idle_.front();
+      bytes_ -= oldest.size;
       idle_.erase(idle_.begin());
     }
-    free_(oldest);
+    free_(oldest.address, oldest.size);
   }
 }
 

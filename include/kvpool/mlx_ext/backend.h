@@ -2,10 +2,12 @@
 
 #include <mlx/stream.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "kvpool/cache/paged_pool.h"
 #include "kvpool/storage/page_store.h"
@@ -37,6 +39,11 @@ std::string describe(Backend backend);
 storage::PageStoreOptions store_options(Backend backend);
 /// Of the pool's pages.
 Backend backend_of(const cache::PagedPool& pool) noexcept;
+
+/// Bytes that pages, tables and buffers of this library take on the GPU, beside MLX's memory, and
+/// the most they took since the process began or the last reset_peak_gpu_memory().
+std::pair<std::size_t, std::size_t> gpu_memory() noexcept;
+void reset_peak_gpu_memory() noexcept;
 
 /// The stream of what reads and writes a pool's pages: MLX orders it with the work on other
 /// devices.

@@ -15,7 +15,7 @@ namespace kvpool::storage {
 class IdleRegions {
  public:
   /// Must not throw.
-  using Free = std::function<void(std::uint64_t address)>;
+  using Free = std::function<void(std::uint64_t address, std::size_t size)>;
 
   /// Keeps `limit_bytes` at most. When that is passed the oldest go, down to half of it: to free
   /// device memory may be to wait for the device, so it is done seldom.

@@ -49,6 +49,9 @@ std::string description() {
   return fault().empty() ? "CUDA on " + cuda::Driver::get().device_name() : fault();
 }
 
+HeldMemory held_memory() noexcept { return {cuda::held_bytes(), cuda::peak_held_bytes()}; }
+void reset_peak_memory() noexcept { cuda::reset_peak_held_bytes(); }
+
 std::shared_ptr<storage::SlabMemory> slab_memory() { return std::make_shared<cuda::DeviceSlabs>(); }
 
 bool is_gpu_memory(const storage::SlabMemory* memory) noexcept {

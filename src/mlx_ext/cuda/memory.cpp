@@ -2,6 +2,7 @@
 
 #include <mlx/memory.h>
 
+#include <atomic>
 #include <bit>
 #include <memory>
 #include <string>
@@ -19,7 +20,18 @@ void* pointer(std::uint64_t address) noexcept {
   return reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr)
 }
 
-void free_memory(std::uint64_t address) noexcept { Driver::get().free(address); }
+std::atomic<std::size_t> held{0};
+std::atomic<std::size_t> peak_held{0};
+
+std::uint64_t allocate(std::size_t bytes) noexcept {
+  const std::uint64_t address = Driver::get().allocate(bytes);
+  if (address == 0) return 0;
+  const std::size_t now = held += bytes;
+  for (std::size_t peak = peak_held; peak < now;) {
+    if (peak_held.compare_exchange_weak(peak, now)) break;
+  }
+  return address;
+}
 
 /// More is not worth keeping: a prompt's gathered keys and values come in a new size with each
 /// part.
@@ -28,28 +40,27 @@ constexpr std::size_t kMostIdle = std::size_t{1} << 30;
 // Never destroyed: work on its way may end after statics.
 
 storage::IdleRegions& idle_outputs() {
-  static auto* const memory = new storage::IdleRegions(kMostIdle, free_memory);
+  static auto* const memory = new storage::IdleRegions(kMostIdle, free_device_memory);
   return *memory;
 }
 
 storage::IdleRegions& idle_scratch() {
-  static auto* const memory = new storage::IdleRegions(kMostIdle, free_memory);
+  static auto* const memory = new storage::IdleRegions(kMostIdle, free_device_memory);
   return *memory;
 }
 
 /// 0 where there is none, after what nobody uses was given back.
 std::uint64_t allocate_hard(std::size_t bytes) noexcept {
-  const Driver& driver = Driver::get();
-  if (const std::uint64_t address = driver.allocate(bytes)) return address;
+  if (const std::uint64_t address = allocate(bytes)) return address;
   idle_outputs().shrink(0);
   idle_scratch().shrink(0);
-  if (const std::uint64_t address = driver.allocate(bytes)) return address;
+  if (const std::uint64_t address = allocate(bytes)) return address;
   try {
     mlx::core::clear_cache();
   } catch (...) {
     return 0;
   }
-  return driver.allocate(bytes);
+  return allocate(bytes);
 }
 
 /// Few sizes, so that buffers are found again.
@@ -71,11 +82,20 @@ void drop_output(mlx::core::allocator::Buffer buffer, int stream) noexcept {
   if (record->device >= 0 && record->size <= kLargestKept) {
     idle_outputs().put(record->size, stream, address);
   } else {
-    free_memory(address);
+    free_device_memory(address, record->size);
   }
 }
 
 }  // namespace
+
+void free_device_memory(std::uint64_t address, std::size_t bytes) noexcept {
+  Driver::get().free(address);
+  held -= bytes;
+}
+
+std::size_t held_bytes() noexcept { return held; }
+std::size_t peak_held_bytes() noexcept { return peak_held; }
+void reset_peak_held_bytes() noexcept { peak_held = held.load(); }
 
 std::uint64_t device_memory(std::size_t bytes, mlx::core::Stream stream) {
   if (const std::uint64_t address = allocate_hard(bytes)) return address;
@@ -105,7 +125,7 @@ Scratch::Scratch(std::size_t bytes, mlx::core::Stream stream)
   try {
     Driver::get().zero(address_, kCounterBytes);
   } catch (...) {
-    free_memory(address_);
+    free_device_memory(address_, size_);
     throw;
   }
 }
@@ -118,8 +138,8 @@ std::byte* DeviceSlabs::obtain(std::size_t size) noexcept {
   return static_cast<std::byte*>(pointer(allocate_hard(size)));
 }
 
-void DeviceSlabs::give_back(std::byte* data, std::size_t) noexcept {
-  free_memory(reinterpret_cast<std::uint64_t>(data));
+void DeviceSlabs::give_back(std::byte* data, std::size_t size) noexcept {
+  free_device_memory(reinterpret_cast<std::uint64_t>(data), size);
 }
 
 }  // namespace kvpool::mlx_ext::cuda

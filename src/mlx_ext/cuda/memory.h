@@ -14,8 +14,14 @@ namespace kvpool::mlx_ext::cuda {
 // left, idle buffers are given back, those of MLX too, and at last the stream's work is waited for;
 // then Error is thrown.
 
-/// Freed by Driver::free().
 std::uint64_t device_memory(std::size_t bytes, mlx::core::Stream stream);
+void free_device_memory(std::uint64_t address, std::size_t bytes) noexcept;
+
+/// Bytes that were obtained here and are not freed yet, slabs and idle buffers among them, and the
+/// most there were since reset_peak_held_bytes().
+std::size_t held_bytes() noexcept;
+std::size_t peak_held_bytes() noexcept;
+void reset_peak_held_bytes() noexcept;
 
 /// Memory for an output of a primitive, on the device: MLX's allocator gives an extension managed
 /// memory alone, which a kernel first has to fetch. Kept for later outputs on the stream when the

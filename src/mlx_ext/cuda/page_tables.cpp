@@ -15,7 +15,7 @@ using mlx::core::array;
 struct PageTables::Memory {
   Memory(std::size_t n_entries, mlx::core::Stream stream)
       : capacity(n_entries), address(device_memory(n_entries * 8, stream)) {}
-  ~Memory() { Driver::get().free(address); }
+  ~Memory() { free_device_memory(address, capacity * 8); }
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
 

@@ -14,6 +14,9 @@ namespace {
 bool is_available() noexcept { return false; }
 std::string description() { return "no kernels for this platform's GPU"; }
 
+HeldMemory held_memory() noexcept { return {}; }
+void reset_peak_memory() noexcept {}
+
 std::shared_ptr<storage::SlabMemory> slab_memory() { no_kernels("gpu::slab_memory"); }
 bool is_gpu_memory(const storage::SlabMemory*) noexcept { return false; }
 std::shared_ptr<cuda::PageTables> make_tables() { return nullptr; }
