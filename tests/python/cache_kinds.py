@@ -70,10 +70,10 @@ class Kind:
         build = build_paged_caches if self.paged else build_pooled_caches
         return build(model, pool, owner, **{**self.build_options, **options})
 
-    def layers(self, pool: Any, n_layers: int = 3, owner: int = 1) -> list[Any]:
+    def layers(self, pool: Any, n_layers: int = 3, owner: int = 1, **options: Any) -> list[Any]:
         """The caches of a request to a model of ``n_layers`` layers of this kind."""
         model = SimpleNamespace(make_cache=lambda: [self.stock() for _ in range(n_layers)])
-        return self.build(model, pool, owner)
+        return self.build(model, pool, owner, **options)
 
     def by_default(self) -> Kind:
         """This kind as it is built without options."""
@@ -136,7 +136,7 @@ WINDOWS = [
 ]
 
 #: Caches of whole requests.
-REQUESTS = [Kind("pooled", PoolBackedKVCache, build_options={"step": 4}), PAGED]
+REQUESTS = [Kind("pooled", PoolBackedKVCache, {"step": 4}, build_options={"step": 4}), PAGED]
 
 #: Caches that models run with.
 DECODING = [

@@ -56,8 +56,20 @@ class PagedBatchKVCache:
 
     @classmethod
     def from_state(cls, state: Any) -> PagedBatchKVCache:
-        """A batch with this state and no pool."""
-        return cls._of([PagedKVCache.from_state(row) for row in state])
+        """A batch with this state and no pool.
+
+        Raises:
+            TypeError: ``state`` is no list, or a request's state is of another type.
+            ValueError: A request's state does not fit together.
+        """
+        return cls._of(cls._loose(state))
+
+    @staticmethod
+    def _loose(state: Any) -> list[PagedKVCache]:
+        where = "PagedBatchKVCache::state"
+        if not isinstance(state, (tuple, list)):
+            raise TypeError(f"[{where}] state must be a list of requests' states, got {state!r}")
+        return [PagedKVCache.from_state(row) for row in state]
 
     # --- the decode path --------------------------------------------------------------------------
 
@@ -152,7 +164,7 @@ class PagedBatchKVCache:
 
         Raises:
             TypeError: ``other`` is a cache of another kind.
-            ValueError: ``other`` is over another pool, or its window differs.
+            ValueError: ``other`` is over another pool, or differs in window, heads or dims.
         """
         where = "PagedBatchKVCache::extend"
         if type(other) is not PagedBatchKVCache:
@@ -211,10 +223,10 @@ class PagedBatchKVCache:
 
     @state.setter
     def state(self, state: Any) -> None:
-        if len(state) != len(self._rows):
+        n = len(self._loose(state))  # refuses what is no state before any request has changed
+        if n != len(self._rows):
             raise ValueError(
-                f"[PagedBatchKVCache::state] must be of {len(self._rows)} requests, "
-                f"got {len(state)}"
+                f"[PagedBatchKVCache::state] state must be of {len(self._rows)} requests, got {n}"
             )
         for row, row_state in zip(self._rows, state, strict=True):
             row.state = row_state
@@ -323,6 +335,9 @@ def _refuse_unlike(where: str, caches: Sequence[PagedKVCache]) -> None:
     windows = {cache.window for cache in caches}
     if len(windows) > 1:
         raise ValueError(f"[{where}] the caches differ in window: {windows}")
+    dims = {cache._dims for cache in caches if cache._dims is not None and not cache.empty()}
+    if len(dims) > 1:
+        raise ValueError(f"[{where}] the caches differ in heads or dims: {sorted(dims)}")
 
 
 def _as_list(values: Any) -> Any:

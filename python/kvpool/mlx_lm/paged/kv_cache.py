@@ -409,7 +409,7 @@ class PagedKVCache(RequestCache):
 
         Raises:
             TypeError: A cache is of another kind.
-            ValueError: The caches are over different pools, or their windows differ.
+            ValueError: The caches are over different pools, or differ in window, heads or dims.
         """
         from kvpool.mlx_lm.paged.batch_kv_cache import PagedBatchKVCache
 
