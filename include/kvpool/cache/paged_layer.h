@@ -111,7 +111,10 @@ class PagedLayer {
   std::int64_t n_entries() const noexcept;
   std::int64_t page_bytes() const noexcept;
   std::int64_t new_entries(std::int64_t n_tokens) const noexcept;
-  bool window_closed() const noexcept { return spec_.window > 0 && offset_ >= spec_.window; }
+  /// Tokens may be gone: also where fewer than the window's were adopted from a later position.
+  bool window_closed() const noexcept {
+    return spec_.window > 0 && (offset_ >= spec_.window || first_block_ > 0);
+  }
   bool is_lost() const;
   [[noreturn]] void lost() const;
   void verify() const;

@@ -47,6 +47,34 @@ TEST(PagedLayerAdopt, what_a_window_left_keeps_its_positions) {
   check_all(*pool);
 }
 
+// As from a file that says more of its offset than it has tokens for.
+TEST(PagedLayerAdopt, fewer_tokens_than_the_window_shows_are_not_trimmed_to_before_the_first) {
+  const auto pool = make_pool(16);
+  Cache cache = windowed(pool, 100);
+  adopt(cache, 16, 4, 0);
+  EXPECT_FALSE(cache.layer->is_trimmable());
+  EXPECT_EQ(cache.layer->trim(20), 0);
+  EXPECT_THROW(cache.layer->roll_back(5), InvalidArgument);
+  EXPECT_EQ(cache.error(), 0);
+  cache.append(1, 100);
+  EXPECT_EQ(cache.layer->offset(), 21);
+  EXPECT_EQ(cache.error(), 0);
+  cache.layer->group()->check_invariants();
+}
+
+TEST(PagedLayerAdopt, tokens_that_never_come_are_taken_back_to_their_first_position) {
+  const auto pool = make_pool(16);
+  Cache cache = windowed(pool, 8);
+  (void)cache.layer->adopt(4, 8);
+  cache.layer->roll_back(8);
+  EXPECT_EQ(cache.layer->n_blocks(), 0);
+  EXPECT_EQ(cache.layer->trim(4), 0);
+  cache.append(3, 100);
+  EXPECT_EQ(cache.error(), 0);
+  cache.layer->group()->check_invariants();
+  check_all(*pool);
+}
+
 TEST(PagedLayerAdopt, one_layer_adopts_without_a_step_of_the_others) {
   const auto pool = make_pool(32);
   const auto group = std::make_shared<PagedGroup>(pool, 1);
