@@ -459,7 +459,8 @@ void PagedLayer::cut(std::int64_t new_offset) {
   }
   offset_ = new_offset;
   if (new_offset == 0) first_block_ = 0;
-  for (Ageing& ageing : ageing_) ageing = {std::min(ageing.done, first_block_ + kept), -1, false};
+  // A block that is cut into is written anew in the recent format, and ages from there.
+  for (Ageing& ageing : ageing_) ageing = {std::min(ageing.done, new_offset / size), -1, false};
 }
 
 std::int64_t PagedLayer::trim(std::int64_t n_tokens) {

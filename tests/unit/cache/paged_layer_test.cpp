@@ -122,6 +122,25 @@ TEST(PagedLayer, blocks_freed_behind_it_are_a_typed_error_until_release) {
   check_all(*pool);
 }
 
+TEST(PagedLayer, a_block_that_was_trimmed_into_ages_again) {
+  const auto pool = make_pool(16);
+  PagedLayerSpec spec = small_spec();
+  spec.keys.tiers = spec.values.tiers = {{0, Format::kFp16, nullptr}};
+  Cache cache = make_cache(pool, 1, spec);
+  cache.append(8, 0);
+  const std::int64_t bytes = cache.layer->nbytes();
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_EQ(cache.layer->trim(1), 1);
+    cache.tokens.pop_back();
+    cache.append(1, 12 + i);
+    EXPECT_EQ(cache.layer->nbytes(), bytes);
+  }
+  cache.append(8, 16);
+  EXPECT_EQ(cache.layer->nbytes(), 2 * bytes);
+  EXPECT_EQ(cache.error(), 0);
+  cache.layer->group()->check_invariants();
+}
+
 TEST(PagedLayer, bytes_may_end_before_blocks) {
   const auto pool = make_pool(64, 4, false, 3 * (256 + 128));
   Cache cache = make_cache(pool, 1);
