@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "kvpool/base/error.h"
+#include "kvpool/methods/linear_map.h"
 #include "page_table.h"
 
 namespace kvpool::cache {
@@ -28,6 +29,17 @@ PagedLayerSpec checked(const PagedLayerSpec& spec) {
   return spec;
 }
 
+// The attention of layers with a codec has vectors of at most kMaxDims, the other stream's too.
+void check_coded_dims(const PagedLayerSpec& spec) {
+  for (const auto& [name, dim] :
+       {std::pair{"key_dim", spec.key_dim}, {"value_dim", spec.value_dim}}) {
+    if (dim <= methods::kMaxDims) continue;
+    throw InvalidArgument(std::string("[PagedLayer] ") + name +
+                          " must be <= " + std::to_string(methods::kMaxDims) +
+                          " in a layer with a codec, got " + std::to_string(dim));
+  }
+}
+
 }  // namespace
 
 PagedLayer::PagedLayer(std::shared_ptr<PagedGroup> group, const PagedLayerSpec& spec)
@@ -37,6 +49,7 @@ PagedLayer::PagedLayer(std::shared_ptr<PagedGroup> group, const PagedLayerSpec& 
       spec_.keys, formats::PageShape{spec_.n_kv_heads, size, spec_.key_dim}, "keys");
   layouts_[1] = std::make_shared<StreamLayout>(
       spec_.values, formats::PageShape{spec_.n_kv_heads, size, spec_.value_dim}, "values");
+  if (layouts_[0]->has_codec() || layouts_[1]->has_codec()) check_coded_dims(spec_);
   for (int s = 0; s < 2; ++s) {
     for (const StreamLayout::Level& level : layouts_[s]->levels()) {
       tags_[s].push_back(blocks().intern_format(level.name));

@@ -266,6 +266,18 @@ TEST(MethodFormats, a_stream_has_one_codec) {
               ThrowsMessage<InvalidArgument>(HasSubstr("keys tiers must have at most one codec")));
 }
 
+TEST(MethodFormats, the_stream_beside_a_codec_is_no_wider_than_its_attention) {
+  const auto method = methods::make_method({.head_dim = kDims});
+  const auto pool = std::make_shared<PagedPool>(std::make_shared<core::BlockPoolAllocator>(
+      core::PoolConfig{.block_size = kBlock, .n_blocks = 4}));
+  const auto group = std::make_shared<PagedGroup>(pool, OwnerId{1});
+  PagedLayerSpec spec{kHeads, kDims, 1025, method_keys(method, kHeads, kBlock, Format::kFp16), {}};
+  EXPECT_THAT([&] { group->add_layer(spec); },
+              ThrowsMessage<InvalidArgument>(HasSubstr("value_dim must be <= 1024")));
+  spec.value_dim = 1024;
+  EXPECT_NO_THROW(group->add_layer(spec));
+}
+
 TEST(MethodFormats, what_pages_cannot_do_is_refused_by_name) {
   const auto with_outliers = methods::make_method({.head_dim = kDims, .n_outlier_channels = 2});
   EXPECT_THAT([&] { method_keys(with_outliers, 2, 16, Format::kFp16); },
