@@ -36,7 +36,7 @@ void AppendPages::eval_cpu(const std::vector<array>& inputs, array& token) {
 void SkipAppend::eval_cpu(const std::vector<array>& inputs, array& token) {
   auto& encoder = mlx::core::cpu::get_command_encoder(stream());
   token.copy_shared_buffer(inputs[0]);
-  encoder.dispatch([plan = plan_] { plan->run_without_rows(); });
+  encoder.dispatch([append = append_] { append->run_without_rows(); });
 }
 
 }  // namespace kvpool::mlx_ext

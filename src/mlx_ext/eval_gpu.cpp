@@ -16,7 +16,7 @@ void AppendPages::eval_gpu(const std::vector<array>& inputs, array& token) {
 
 void SkipAppend::eval_gpu(const std::vector<array>& inputs, array& token) {
   token.copy_shared_buffer(inputs[0]);
-  gpu::append(stream(), plan_, nullptr, nullptr, token);
+  gpu::append(stream(), append_->plan(), nullptr, nullptr, token);
 }
 
 void GatherPages::eval_gpu(const std::vector<array>& inputs, array& rows) {

@@ -278,8 +278,8 @@ void PagedLayerArrays::withdraw_pending() {
     if (!pending.append->withdraw()) continue;
     start = std::min(start, pending.start);
     if (pending.append->plan()->moves_pages()) {
-      token = array({}, mlx::core::bool_,
-                    std::make_shared<SkipAppend>(stream(), pending.append->plan()), {token});
+      token = array({}, mlx::core::bool_, std::make_shared<SkipAppend>(stream(), pending.append),
+                    {token});
     }
   }
   pending_.clear();

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <memory>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -27,7 +28,13 @@ class Append {
   bool schedule() noexcept { return leave(State::kScheduled); }
   /// The same for an evaluation: throws Error where it went the other way.
   void claim();
-  bool withdraw() noexcept { return leave(State::kWithdrawn); }
+  /// The same for a cache, which forks may have done before.
+  bool withdraw() noexcept { return leave(State::kWithdrawn) || !is_scheduled(); }
+  /// AppendPlan::run_without_rows for whoever of a cache and its forks comes first; the others wait
+  /// for it.
+  void run_without_rows() {
+    std::call_once(without_rows_, [this] { plan_->run_without_rows(); });
+  }
 
  private:
   enum class State { kBuilt, kScheduled, kWithdrawn };
@@ -39,6 +46,7 @@ class Append {
 
   std::shared_ptr<const cache::AppendPlan> plan_;
   std::atomic<State> state_{State::kBuilt};
+  std::once_flag without_rows_;
 };
 
 /// Writes tokens into pages. Inputs: the order token, keys [1, heads, tokens, key_dim] and values,
@@ -61,15 +69,15 @@ class AppendPages : public mlx::core::UnaryPrimitive {
 /// and output: the order token.
 class SkipAppend : public mlx::core::UnaryPrimitive {
  public:
-  SkipAppend(mlx::core::Stream stream, std::shared_ptr<const cache::AppendPlan> plan)
-      : UnaryPrimitive(stream), plan_(std::move(plan)) {}
+  SkipAppend(mlx::core::Stream stream, std::shared_ptr<Append> append)
+      : UnaryPrimitive(stream), append_(std::move(append)) {}
 
   void eval_cpu(const std::vector<mlx::core::array>& inputs, mlx::core::array& token) override;
   void eval_gpu(const std::vector<mlx::core::array>& inputs, mlx::core::array& token) override;
   const char* name() const override { return "SkipAppend"; }
 
  private:
-  std::shared_ptr<const cache::AppendPlan> plan_;
+  std::shared_ptr<Append> append_;
 };
 
 }  // namespace kvpool::mlx_ext

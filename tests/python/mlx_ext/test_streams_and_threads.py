@@ -103,6 +103,28 @@ def test_a_fork_made_after_a_thread_ended_is_a_fork_of_what_is_left() -> None:
     assert shows(twin.keys_and_values(), tokens)
 
 
+@pytest.mark.parametrize("tiers", [[], [("int8", 0)]])
+def test_a_fork_loses_the_tokens_that_its_origin_could_not_keep(tiers: list[Any]) -> None:
+    """Both wait for one append; whoever comes first takes it back, the other one as well."""
+    pool = make_pool()
+    layer = make_layer(make_group(pool), format="fp16", tiers=tiers)
+    tokens = Tokens(dtype=mx.float16)
+    mx.eval(layer.update_and_fetch(*tokens.next(14)))
+
+    def leave_behind() -> list[Any]:
+        layer.update_and_fetch(*Tokens(5, dtype=mx.float16).next(8))
+        return [layer, layer.fork(make_group(pool, 2)), layer.fork(make_group(pool, 3))]
+
+    for fork in in_thread(leave_behind):
+        assert fork.offset == 14
+        assert mx.allclose(fork.keys_and_values()[0], tokens.keys, atol=0.05)
+        more = Tokens(6, dtype=mx.float16).next(11)
+        keys, _ = fork.update_and_fetch(*more)
+        assert mx.allclose(keys, mx.concatenate([tokens.keys, more[0]], axis=2), atol=0.05)
+        fork.group.check_invariants()
+    assert mx.allclose(layer.keys_and_values()[0][:, :, :14], tokens.keys, atol=0.05)
+
+
 def test_tokens_whose_blocks_moved_meanwhile_stay_readable() -> None:
     """What a lost append was to move (a shared tail, older blocks) is moved without it."""
     pool = make_pool()
