@@ -147,8 +147,18 @@ void PagedLayerArrays::load(const array& keys, const array& values, std::int64_t
     throw InvalidArgument("[PagedLayer::adopt] offset must be >= the " + std::to_string(n_tokens) +
                           " tokens of keys, got " + std::to_string(offset));
   }
-  refuse_tracing(kCall);
   const std::int64_t oldest = offset - n_tokens;
+  const std::int64_t window = layer_->spec().window;
+  if (oldest > 0 && window == 0) {
+    throw InvalidArgument("[PagedLayer::adopt] offset must be the " + std::to_string(n_tokens) +
+                          " tokens of keys without a window, got " + std::to_string(offset));
+  }
+  if (oldest > 0 && n_tokens < window - 1) {
+    throw InvalidArgument("[PagedLayer::adopt] keys must have the " + std::to_string(window - 1) +
+                          " tokens before offset " + std::to_string(offset) +
+                          " that the next query sees, got " + std::to_string(n_tokens));
+  }
+  refuse_tracing(kCall);
   const std::int64_t block_size = layer_->key_layout()->shape().block_size;
   const std::int64_t n_before = oldest % block_size;
   try {
@@ -184,7 +194,8 @@ std::int64_t PagedLayerArrays::offset() {
 std::int64_t PagedLayerArrays::count_rows() const {
   const std::int64_t window = layer_->spec().window;
   if (window == 0) return layer_->length();
-  return std::min({layer_->length(), layer_->offset() - oldest_, window - 1 + last_append_});
+  const std::int64_t there = std::min(layer_->length(), layer_->offset() - oldest_);
+  return std::clamp<std::int64_t>(there, 0, window - 1 + last_append_);
 }
 
 std::int64_t PagedLayerArrays::n_rows() {

@@ -52,7 +52,8 @@ class PagedLayerArrays {
   /// What the last update_and_fetch returned, or would return now; nothing where empty.
   std::optional<std::pair<array, array>> fetch();
   /// Puts `keys` and `values` in place of what is held: PagedLayer::adopt. `offset` is the position
-  /// after the last of them, above their number for what a window left of a longer sequence.
+  /// after the last of them, above their number for what a window left of a longer sequence: at
+  /// least what the next query sees of it.
   /// Throws as update_and_fetch, before anything changes, and StepExhausted, after which the layer
   /// is empty.
   void load(const array& keys, const array& values, std::int64_t offset);

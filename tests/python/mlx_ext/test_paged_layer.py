@@ -153,13 +153,25 @@ def test_a_released_group_begins_at_the_first_position_again() -> None:
     assert shows(layer.update_and_fetch(*tokens.next(9)), tokens)
 
 
-def test_a_position_past_the_tokens_needs_a_window() -> None:
+@pytest.mark.parametrize("offset", [4, 11])
+def test_a_position_past_the_tokens_needs_a_window(offset: int) -> None:
     layer, tokens = make_layer(), Tokens()
-    with pytest.raises(ValueError, match=r"first_position must be 0 without a window, got 8"):
-        layer.adopt(*tokens.next(3), 11)
+    with pytest.raises(ValueError, match=r"offset must be the 3 tokens of keys without a window"):
+        layer.adopt(*tokens.next(3), offset)
     with pytest.raises(ValueError, match=r"^\[PagedLayer::adopt\] offset must be >= the 3 tokens"):
         layer.adopt(*tokens.next(3), 2)
     assert layer.offset == 0
+
+
+@pytest.mark.parametrize("offset", [9, 40])
+def test_what_a_window_left_is_all_that_the_next_query_sees(offset: int) -> None:
+    """Else a trim would reach behind the first token: a file that lies about its offset."""
+    layer, tokens = make_layer(window=100), Tokens()
+    assert shows(layer.update_and_fetch(*tokens.next(3)), tokens)
+    with pytest.raises(ValueError, match=r"keys must have the 99 tokens before offset"):
+        layer.adopt(*Tokens(1).next(5), offset)
+    assert shows(layer.keys_and_values(), tokens)
+    assert layer.trim(3) == 3
 
 
 @pytest.mark.parametrize("steps", [[5] + [1] * 40, [30, 1, 1], [20, 20, 5, 1], [12] * 4])
