@@ -513,9 +513,14 @@ void PagedLayer::settle() {
   if (moved_ && group_->torn()) group_->undo_step();
 }
 
+std::int64_t PagedLayer::most_to_roll_back() const {
+  const std::lock_guard guard(group_->lock_);
+  return rollable();
+}
+
 void PagedLayer::roll_back(std::int64_t n_tokens) {
   const std::lock_guard guard(group_->lock_);
-  const std::int64_t most = window_closed() ? offset_ - before_ : offset_;
+  const std::int64_t most = rollable();
   if (n_tokens < 0 || n_tokens > most) {
     throw InvalidArgument(in_call("roll_back") + "n_tokens must be in 0.." + std::to_string(most) +
                           ", got " + std::to_string(n_tokens));

@@ -296,7 +296,19 @@ void PagedLayerArrays::withdraw_pending() {
   pending_.clear();
   token_ = std::move(token);
   const std::int64_t n_tokens = layer_->offset() - start;
-  if (n_tokens > 0) layer_->roll_back(n_tokens);
+  if (n_tokens == 0) return;
+  if (n_tokens > layer_->most_to_roll_back()) {
+    // All layers go, so that those without a window do not go on alone.
+    layer_->release();
+    oldest_ = 0;
+    throw Error("[PagedLayer] " + std::to_string(n_tokens) +
+                " tokens were appended in a thread that ended before it evaluated them, and the "
+                "window has given back what came before: the caches of this request are empty now");
+  }
+  layer_->roll_back(n_tokens);
+  if (oldest_ == 0 || layer_->offset() > oldest_) return;
+  layer_->reset();  // what was adopted is gone, and with it the position that it had
+  oldest_ = 0;
 }
 
 std::pair<array, array> fetch_batch(const std::vector<PagedLayerArrays*>& layers) {

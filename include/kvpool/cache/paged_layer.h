@@ -78,6 +78,8 @@ class PagedLayer {
   /// the window has closed: for tokens whose plan will never run (see
   /// AppendPlan::run_without_rows). Throws InvalidArgument for more than that, and LeaseLost.
   void roll_back(std::int64_t n_tokens);
+  /// How many roll_back() takes.
+  std::int64_t most_to_roll_back() const;
   /// Gives this layer's blocks back: it is empty, the other layers stay.
   void reset() noexcept;
   /// PagedGroup::release.
@@ -115,6 +117,7 @@ class PagedLayer {
   bool window_closed() const noexcept {
     return spec_.window > 0 && (offset_ >= spec_.window || first_block_ > 0);
   }
+  std::int64_t rollable() const noexcept { return window_closed() ? offset_ - before_ : offset_; }
   bool is_lost() const;
   [[noreturn]] void lost() const;
   void verify() const;

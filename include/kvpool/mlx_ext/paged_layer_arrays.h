@@ -27,7 +27,8 @@ namespace kvpool::mlx_ext {
 ///
 /// A stream belongs to a thread. Where a thread built appends, did not evaluate them and another
 /// one goes on with the cache, the appends are evaluated if they can be; else the tokens are taken
-/// back, and an evaluation that reaches them later fails.
+/// back, and an evaluation that reaches them later fails. Where that takes more than a window has
+/// kept, every layer of the group is emptied, and the call that finds out throws Error.
 ///
 /// Not synchronised, like every cache of a model: one thread at a time, or InvalidArgument.
 class PagedLayerArrays {

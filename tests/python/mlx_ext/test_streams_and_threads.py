@@ -93,6 +93,40 @@ def test_tokens_of_a_thread_that_ended_before_it_evaluated_them_are_taken_back()
     assert pool.stats.blocks_in_use() == 0
 
 
+def test_a_request_whose_window_cannot_go_back_is_emptied_and_says_so() -> None:
+    pool = make_pool()
+    group = make_group(pool)
+    layers = [make_layer(group, window=window) for window in (0, 10)]
+    tokens = Tokens()
+    mx.eval([layer.update_and_fetch(*tokens.next(33)) for layer in layers])
+
+    def leave_behind() -> None:
+        lost = Tokens(5)
+        for _ in range(20):
+            for layer in layers:
+                layer.update_and_fetch(*lost.next(1))
+
+    in_thread(leave_behind)
+    with pytest.raises(RuntimeError, match=r"20 tokens were appended in a thread that ended"):
+        layers[1].keys_and_values()
+    for layer in layers:
+        assert layer.offset == 0
+        assert layer.keys_and_values() is None
+    anew = [Tokens(7) for _ in layers]
+    for layer, its in zip(layers, anew, strict=True):
+        assert shows(layer.update_and_fetch(*its.next(4)), its)
+    group.check_invariants()
+
+
+def test_adopted_tokens_that_were_never_evaluated_leave_an_empty_layer() -> None:
+    layer = make_layer(window=8)
+    in_thread(lambda: layer.adopt(*(rows + 0 for rows in Tokens(5).next(10)), 30))
+    assert layer.offset == 0
+    tokens = Tokens()
+    assert shows(layer.update_and_fetch(*tokens.next(4)), tokens)
+    layer.group.check_invariants()
+
+
 def test_a_fork_made_after_a_thread_ended_is_a_fork_of_what_is_left() -> None:
     pool = make_pool()
     layer, tokens = make_layer(make_group(pool)), Tokens()
