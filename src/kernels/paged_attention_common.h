@@ -48,6 +48,11 @@ inline void write_float(formats::Format format, void* data, std::int64_t i, floa
   }
 }
 
+/// A scaled score with the mask's number applied, which hides a score that is no number, too.
+inline float biased(float score, float bias) noexcept {
+  return bias == kHidden ? kHidden : score + bias;
+}
+
 /// A scaled score with the mask applied.
 inline float masked(const PagedAttentionParams& p, std::int64_t b, std::int64_t h, std::int64_t i,
                     std::int64_t t, float score) noexcept {
@@ -58,11 +63,11 @@ inline float masked(const PagedAttentionParams& p, std::int64_t b, std::int64_t 
     case MaskKind::kBoolean:
       return static_cast<const std::uint8_t*>(p.mask)[at] != 0 ? score : kHidden;
     case MaskKind::kFp16:
-      return score + read_float(formats::Format::kFp16, p.mask, at);
+      return biased(score, read_float(formats::Format::kFp16, p.mask, at));
     case MaskKind::kBf16:
-      return score + read_float(formats::Format::kBf16, p.mask, at);
+      return biased(score, read_float(formats::Format::kBf16, p.mask, at));
     default:
-      return score + read_float(formats::Format::kFp32, p.mask, at);
+      return biased(score, read_float(formats::Format::kFp32, p.mask, at));
   }
 }
 

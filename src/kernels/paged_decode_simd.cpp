@@ -150,7 +150,10 @@ class Decode {
       float* scratch = workers_ + worker * plan_.worker_size;
       score(split, scratch);
       soften(split, n_tokens, scratch, partial);
-      add_values(split, next, scratch, partial + paged_padded(2 * plan_.rows));
+      float* sums = partial + paged_padded(2 * plan_.rows);
+      add_values(split, next, scratch, sums);
+      if (p_.n_queries > 1 || p_.mask_kind != MaskKind::kNone)
+        leave_out_unseen(split, scratch, sums);
     }
   }
 
@@ -407,8 +410,10 @@ class Decode {
         using Lanes = decltype(kind);
         const auto* mask = static_cast<const typename Lanes::Number*>(p_.mask) + at;
         for (std::int64_t t = 0; t < n; t += kLanes) {
-          const V score = hn::LoadU(D(), scores + first + t);
-          hn::StoreU(hn::Add(score, Lanes::load(D(), mask + t)), D(), scores + first + t);
+          const V bias = Lanes::load(D(), mask + t);
+          const V score = hn::Add(hn::LoadU(D(), scores + first + t), bias);
+          const V hidden = hn::Set(D(), kHidden);
+          hn::StoreU(hn::IfThenElse(hn::Eq(bias, hidden), hidden, score), D(), scores + first + t);
         }
       });
     }
@@ -520,6 +525,38 @@ class Decode {
       add_rows_of<Fp32Lanes>(all, {&rows, 1, part.layout, plan_.lanes},
                              scratch + plan_.scores + part.at + first, plan_.value_width, sums);
     }
+  }
+
+  /// A weight of zero does not keep out a value that is infinite or no number. Where a sum has
+  /// become none, it is added up again from the tokens that have a weight.
+  void leave_out_unseen(const Split& split, float* scratch, float* sums) const {
+    for (std::int64_t row = 0; row < plan_.rows; ++row) {
+      float* sum = sums + row * plan_.value_width;
+      if (all_numbers(sum)) continue;
+      float* again = scratch + plan_.tile + plan_.value_width;  // behind the row that is decoded
+      std::fill_n(again, plan_.value_width, 0.0f);
+      const float* weights = scratch + plan_.scores + row * plan_.split_width;
+      for (std::int64_t page = first_page(split); page < end_page(split); ++page) {
+        const Piece part = values(split, page);
+        for (std::int64_t t = part.first; t < part.last; ++t) {
+          const float weight = weights[part.at + t];
+          if (weight != 0) {
+            add_scaled(decode_tile(part, t, 1, plan_.value_width, scratch), weight, again);
+          }
+        }
+      }
+      for (std::int64_t j = 0; j < plan_.value_width; ++j) {
+        if (std::isnan(sum[j])) sum[j] = again[j];
+      }
+    }
+  }
+
+  bool all_numbers(const float* sum) const {
+    V zeros = hn::Zero(D());
+    for (std::int64_t j = 0; j < plan_.value_width; j += kLanes) {
+      zeros = hn::MulAdd(hn::Zero(D()), hn::LoadU(D(), sum + j), zeros);
+    }
+    return hn::AllTrue(D(), hn::Eq(zeros, zeros));
   }
 
   const PagedAttentionParams& p_;

@@ -118,9 +118,10 @@ HWY_INLINE V exp2(V x) {
   p = hn::MulAdd(p, f, hn::Set(d, 2.4022648e-1f));
   p = hn::MulAdd(p, f, hn::Set(d, 6.9314718e-1f));
   p = hn::MulAdd(p, f, hn::Set(d, 1.0f));
-  const auto exponent = hn::ShiftLeft<23>(hn::ConvertTo(di, whole));
-  const V power = hn::BitCast(d, hn::Add(hn::BitCast(di, p), exponent));
-  return hn::IfThenZeroElse(hn::Lt(x, hn::Set(d, -125.0f)), power);
+  const auto exponent = hn::Add(hn::ConvertTo(di, whole), hn::Set(di, 127));
+  const V power = hn::BitCast(d, hn::ShiftLeft<23>(exponent));
+  // A product, which keeps a NaN.
+  return hn::IfThenZeroElse(hn::Lt(x, hn::Set(d, -125.0f)), hn::Mul(p, power));
 }
 
 /// One item of a plan.
@@ -276,10 +277,10 @@ class Prefill {
       soften(r);
     }
     if (same_stream()) {
-      add_values(scratch_.keys, scratch_.key_stride);
+      add_values(first, n, scratch_.keys, scratch_.key_stride);
     } else {
       decode(p_.values, first, n, scratch_.values, scratch_.value_stride);
-      add_values(scratch_.values, scratch_.value_stride);
+      add_values(first, n, scratch_.values, scratch_.value_stride);
     }
   }
 
@@ -352,7 +353,9 @@ class Prefill {
     const std::int64_t n = end_of(r, lanes());
     for (std::int64_t t = 0, at = r; t < n; ++t, at += scratch_.row_stride) {
       const V bias = hn::LoadU(d, scratch_.bias + at);
-      hn::StoreU(hn::Add(hn::LoadU(d, scratch_.scores + at), bias), d, scratch_.scores + at);
+      const V score = hn::Add(hn::LoadU(d, scratch_.scores + at), bias);
+      const V hidden = hn::Set(d, kHidden);
+      hn::StoreU(hn::IfThenElse(hn::Eq(bias, hidden), hidden, score), d, scratch_.scores + at);
     }
   }
 
@@ -398,11 +401,52 @@ class Prefill {
     hn::StoreU(shrink, d, scratch_.shrink + r);
   }
 
-  void add_values(const float* values, std::int64_t stride) {
+  /// A weight of zero does not keep out a value that is infinite or no number: where some row does
+  /// not see all of the tile, such values are left out and added for the rows that see them.
+  void add_values(std::int64_t first, std::int64_t n, float* values, std::int64_t stride) {
     const std::int64_t dim = p_.values.shape.head_dim;
+    std::int64_t left_out[kTokens];
+    std::int64_t n_left_out = 0;
+    for (std::int64_t t = 0; t < n && sees_part(); ++t) {
+      if (leave_out_infinite(values + t * stride)) left_out[n_left_out++] = t;
+    }
     std::int64_t j = 0;
     for (; j + lanes() < dim; j += 2 * lanes()) add_panel<2>(values + j, stride, j);
     if (j < dim) add_panel<1>(values + j, stride, j);
+    for (std::int64_t i = 0; i < n_left_out; ++i) add_infinite(first, left_out[i]);
+  }
+
+  bool sees_part() const { return !all_seen_ || p_.mask_kind != MaskKind::kNone; }
+
+  /// Whether there was any in the row.
+  bool leave_out_infinite(float* row) const {
+    const D d;
+    const std::int64_t dim = p_.values.shape.head_dim;
+    const std::int64_t whole = dim - dim % lanes();
+    V zeros = hn::Zero(d);
+    for (std::int64_t j = 0; j < whole; j += lanes()) {
+      zeros = hn::MulAdd(hn::Zero(d), hn::LoadU(d, row + j), zeros);
+    }
+    bool finite = hn::AllTrue(d, hn::Eq(zeros, zeros));
+    for (std::int64_t j = whole; j < dim; ++j) finite = finite && std::isfinite(row[j]);
+    for (std::int64_t j = 0; !finite && j < dim; ++j) {
+      if (!std::isfinite(row[j])) row[j] = 0;
+    }
+    return !finite;
+  }
+
+  /// Adds what was left out of token t of the tile that begins at `first`.
+  void add_infinite(std::int64_t first, std::int64_t t) {
+    decode(p_.values, first + t, 1, scratch_.row, scratch_.value_stride);
+    for (std::int64_t r = 0; r < n_rows_; ++r) {
+      if (t >= ends_[r / PrefillPlan::kRowStep]) continue;
+      const float weight = scratch_.scores[t * scratch_.row_stride + r];
+      if (weight == 0) continue;
+      float* sum = scratch_.sums + r * scratch_.value_stride;
+      for (std::int64_t j = 0; j < p_.values.shape.head_dim; ++j) {
+        if (!std::isfinite(scratch_.row[j])) sum[j] += weight * scratch_.row[j];
+      }
+    }
   }
 
   template <int n_vectors>

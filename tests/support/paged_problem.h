@@ -41,6 +41,18 @@ struct PagedShape {
   bool one_stream = false;
 };
 
+/// Makes all numbers of a sequence's token in a stream of `p` the same.
+inline void overwrite(const kernels::PagedAttentionParams& p, const kernels::PagedStream& stream,
+                      std::int64_t sequence, std::int64_t token, float number) {
+  const formats::PageShape& shape = stream.shape;
+  const kernels::PageRef& page = kernels::page_of(p, stream, sequence, token / shape.block_size);
+  const std::vector<float> row(static_cast<std::size_t>(shape.head_dim), number);
+  for (std::int64_t h = 0; h < shape.n_heads; ++h) {
+    formats::encode_tokens({page.format, shape}, const_cast<std::byte*>(page.data), h,
+                           token % shape.block_size, 1, row.data(), shape.head_dim);
+  }
+}
+
 /// Random attention over pages: the pages lie in random order, slots past a sequence's tokens hold
 /// NaN, queries and outputs have gaps between rows.
 class PagedProblem {

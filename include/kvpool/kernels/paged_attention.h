@@ -95,7 +95,8 @@ std::size_t paged_attention_scratch_bytes(const PagedAttentionParams& params,
 /// Runs the fastest kernel of this machine. Products and sums are fp32; the softmax is taken over
 /// splits of fixed length against each one's largest score, and splits are combined in order: the
 /// output has the same bits for any number of workers, for a sequence alone and in a batch, and
-/// wherever its pages lie. Slots past a sequence's tokens may hold anything. Nothing is allocated.
+/// wherever its pages lie. Slots past a sequence's tokens may hold anything, and so may tokens that
+/// a query does not see: no NaN and no infinity of theirs reaches it. Nothing is allocated.
 /// `workers` may be null.
 void paged_attention(const PagedAttentionParams& params, std::byte* scratch,
                      WorkerPool* workers) noexcept;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "paged_problem.h"
+#include "support/paged_problem.h"
 
 namespace kvpool::kernels {
 
@@ -35,7 +36,7 @@ double tolerance(Format query_format) {
   return query_format == Format::kFp16 ? kHalfTolerance : kBfloatTolerance;
 }
 
-class PagedAttention : public testing::TestWithParam<PagedAttentionKernel> {
+class PagedAttention : public ::testing::TestWithParam<PagedAttentionKernel> {
  protected:
   /// The kernel for few queries, whatever their number.
   static PagedAttentionKernel decode() {
@@ -242,6 +243,41 @@ TEST_P(PagedAttention, a_query_of_nan_gives_nan_and_spoils_no_other_head) {
   }
 }
 
+TEST_P(PagedAttention, hidden_tokens_without_numbers_spoil_no_query) {
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  for (const Format format : formats::kPageFormats) {
+    for (const MaskKind mask :
+         {MaskKind::kNone, MaskKind::kBoolean, MaskKind::kFp32, MaskKind::kFp16}) {
+      for (const std::int64_t window : {0, 5}) {
+        for (const std::int64_t dim : {64, 40}) {
+          PagedData data({.lengths = {300},
+                          .n_queries = 3,
+                          .key_dim = 64,
+                          .value_dim = dim,
+                          .formats = {format},
+                          .window = window,
+                          .mask = mask});
+          const PagedAttentionParams params = data.params();
+          const std::vector<float> before = data.run(decode(), params);
+          // Queries are at 297 .. 299: the first token is behind the window of the last two, the
+          // last is the future of the first two.
+          testing::overwrite(params, params.values, 0, 293, kNan);
+          testing::overwrite(params, params.keys, 0, 298, kNan);
+          testing::overwrite(params, params.values, 0, 299, kNan);
+          const std::vector<float> expected = data.expected();
+          const std::vector<float> actual = data.run(decode(), params);
+          for (std::size_t i = 0; i < expected.size(); ++i) {
+            ASSERT_EQ(std::isnan(actual[i]), std::isnan(expected[i])) << i;
+            if (!std::isnan(expected[i])) {
+              EXPECT_NEAR(actual[i], before[i], 1e-5) << i;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST_P(PagedAttention, queries_as_integers_add_little_to_the_error_of_codes) {
   // Against pages of fp32 with the numbers that were encoded: the codes' own error, with queries as
   // they are (the oracle) and as the kernel takes them.
@@ -295,7 +331,7 @@ TEST_P(PagedAttention, the_same_bits_alone_and_in_a_batch_and_wherever_pages_lie
   EXPECT_EQ(std::memcmp(alone.data(), together.data() + 4 * 64, 4 * 64 * sizeof(float)), 0);
 }
 
-INSTANTIATE_TEST_SUITE_P(EachTarget, PagedAttention, testing::ValuesIn(paged_attention_kernels()),
+INSTANTIATE_TEST_SUITE_P(EachTarget, PagedAttention, ::testing::ValuesIn(paged_attention_kernels()),
                          [](const auto& test) { return std::string(test.param.target); });
 
 TEST(PagedAttentionScalar, follows_the_definition) {

@@ -273,6 +273,60 @@ TEST_P(PagedPrefill, a_query_that_is_not_a_number_gives_no_number_and_spoils_no_
   EXPECT_EQ(after, before);
 }
 
+/// Hidden tokens without numbers: in causal order, behind windows and by masks of every kind.
+std::vector<PagedShape> problems_that_hide(Format format, bool one_stream) {
+  std::vector<PagedShape> shapes;
+  for (const MaskKind mask :
+       {MaskKind::kNone, MaskKind::kBoolean, MaskKind::kFp32, MaskKind::kFp16, MaskKind::kBf16}) {
+    for (const std::int64_t window : {0, 4}) {
+      shapes.push_back({.value_dim = 40,
+                        .n_tokens = {100},
+                        .formats = {format},
+                        .window = window,
+                        .mask = mask,
+                        .one_stream = one_stream});
+    }
+  }
+  return shapes;
+}
+
+TEST_P(PagedPrefill, hidden_tokens_without_numbers_spoil_no_query) {
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  for (const Format format : {Format::kFp32, Format::kFp16, Format::kBf16, Format::kInt8}) {
+    for (const bool one_stream : {false, true}) {
+      for (const PagedShape& shape : problems_that_hide(format, one_stream)) {
+        SCOPED_TRACE(std::string(formats::traits(format).name) + (one_stream ? " one stream" : "") +
+                     ", window " + std::to_string(shape.window) + ", mask " +
+                     std::to_string(static_cast<int>(shape.mask)));
+        PagedProblem problem(shape);
+        const PagedAttentionParams& p = problem.params();
+        const std::vector<float> before = problem.run(prefill());
+        // Queries are at 80 .. 99: windows leave token 78 behind, the others are still to come for
+        // the first ones.
+        if (shape.window > 0) testing::overwrite(p, p.values, 0, 78, kNan);
+        testing::overwrite(p, p.values, 0, 85, one_stream ? kNan : -kInfinity);
+        testing::overwrite(p, p.keys, 0, 92, kNan);
+        testing::overwrite(p, p.values, 0, 99, kNan);
+        const std::vector<float> expected = problem.expected();
+        const std::vector<float> actual = problem.run(prefill());
+        std::size_t n_finite = 0;
+        for (std::size_t i = 0; i < expected.size(); ++i) {
+          ASSERT_EQ(std::isnan(actual[i]), std::isnan(expected[i])) << i << ": " << actual[i];
+          if (std::isfinite(expected[i])) {
+            EXPECT_EQ(actual[i], before[i]) << i;
+            ++n_finite;
+          } else if (!std::isnan(expected[i])) {
+            EXPECT_EQ(actual[i], expected[i]) << i;
+          }
+        }
+        EXPECT_GT(n_finite, 0u);
+        EXPECT_LT(n_finite, expected.size());
+      }
+    }
+  }
+}
+
 TEST_P(PagedPrefill, outputs_are_rounded_to_the_nearest_even) {
   // Of one token the output is its value.
   std::vector<float> values;
