@@ -106,12 +106,12 @@ class Variant {
     constexpr unsigned kInt4 = 1u << static_cast<unsigned>(Format::kInt4);
     // The smaller a tile, the more there must be to a step; as far as registers go.
     tiles = 1;
-    if ((formats & ~(kInt8 | kInt4)) == 0 && formats != kInt8) tiles = 2;
+    if ((formats & ~(kInt8 | kInt4)) == 0) tiles = 2;
     if (formats == kInt4 && std::max(key_dim, value_dim) <= 128) tiles = 4;
     const std::int64_t stage =
         tiles * (tile_bytes(key_dim) + tile_bytes(value_dim) + (mixed ? 16 : 0));
     for (const auto& [w, s] : {std::pair{8, 3}, {8, 2}, {4, 3}, {4, 2}, {2, 2}}) {
-      if (tiles == 4 && s > 2) continue;  // measured: no gain
+      if (tiles > 1 && s > 2) continue;  // measured: no gain
       warps = w;
       stages = s;
       const std::int64_t loop =

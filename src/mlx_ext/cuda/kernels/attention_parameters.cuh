@@ -17,8 +17,12 @@ constexpr float kHidden = -1e30f;
 /// In powers of two: how far scores may pass the maximum that sums refer to before they are scaled
 /// down. Saves most of that work and costs no accuracy.
 constexpr float kSlack = 8;
+/// In powers of two: weights are made this much larger, so that halfs hold small ones. With the
+/// slack they stay below 2^16.
+constexpr float kLift = 7;
 
 __host__ __device__ constexpr bool takes(int format) { return FORMATS >> format & 1; }
+constexpr bool kNoCodes = !takes(kInt8) && !takes(kInt4);
 constexpr bool kOneFormat = (FORMATS & (FORMATS - 1)) == 0;
 
 /// Bytes of a tile in shared memory: rows of floats; or words, scales and minimums.
@@ -77,14 +81,12 @@ struct Parameters {
   Sequence sequences[MAX_BATCH];
 };
 
+/// Where a lane of a warp stands in the operands of tensor cores, g = id / 4 and t = id % 4.
 struct Lane {
   int id, g, t;
-  /// Where the lane's row of a matrix begins in a tile of rows, chunks of 16 bytes being swizzled.
-  int matrix_token, matrix_chunk;
 
-  __device__ Lane() : id(kept(int(threadIdx.x & 31))), g(kept(id >> 2)), t(kept(id & 3)) {
-    const int column = id & 7;
-    matrix_token = kept(4 * (column >> 1) + 2 * (id >> 4) + (column & 1));
-    matrix_chunk = kept((id >> 3 & 1) ^ column);
-  }
+  __device__ Lane() : id(kept(int(threadIdx.x & 31))), g(kept(id >> 2)), t(kept(id & 3)) {}
 };
+
+/// Row r of a tile's scores stands for this token: rows g and g + 8 of a lane for neighbours.
+__host__ __device__ constexpr int token_of_row(int row) { return 2 * (row & 7) + (row >> 3); }

@@ -88,7 +88,7 @@ __device__ void combine_splits(const Parameters& p, const Sequence& sequence, in
     maximum = over_warp(maximum, [](float a, float b) { return fmaxf(a, b); });
     float total = 0;
     for (int s = lane.id; s < n_splits; s += 32) {
-      const float factor = exp2f(factors[s * QUERIES + query] - maximum);
+      const float factor = exp2_fast(factors[s * QUERIES + query] - maximum);
       factors[s * QUERIES + query] = factor;
       total += factor * rows[s * QUERIES + query];
     }

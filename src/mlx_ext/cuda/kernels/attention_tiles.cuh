@@ -14,36 +14,32 @@ __device__ __forceinline__ void with_format(int format, Body body) {
 
 /// Starts the copy of a tile of one head. Rows past `n_valid` become zeros.
 template <int dim>
-__device__ __forceinline__ void copy_tile(u32 to, u64 page, int format, int head, int tile_of_page,
-                                          int block_size, int n_valid, const Lane& lane) {
+__device__ __forceinline__ void copy_tile(u32 to, u64 page, int format, u32 head, u32 tile_of_page,
+                                          u32 block_size, int n_valid, const Lane& lane) {
+  to += lane.id * 16;
   with_format(format, [&]<int f>() {
-    page += u64(head) * head_bytes(f, block_size, dim);
+    const u32 at_head = head * head_bytes(f, block_size, dim);
     if constexpr (is_coded(f)) {
-      constexpr int kWordBytes = kTile * code_words(f, dim) * 4;
-      const u64 words = page + u64(tile_of_page) * kWordBytes;
+      constexpr u32 kWordBytes = kTile * code_words(f, dim) * 4;
+      const u64 words = page + (at_head + lane.id * 16 + tile_of_page * kWordBytes);
 #pragma unroll
-      for (int at = 0; at < kWordBytes; at += 512) {
-        copy16_async(to + at + lane.id * 16, words + at + lane.id * 16, true);
-      }
+      for (u32 at = 0; at < kWordBytes; at += 512) copy16_async(to + at, words + at, true);
       // Scales, then minimums: 32 bytes a group.
       constexpr int kChunks = scale_groups(dim) * 4;
+      const u32 scales = at_head + scales_offset(f, block_size, dim) +
+                         (lane.id >> 1) * block_size * 2 + (lane.id & 1) * 16;
       if (lane.id < kChunks) {
-        copy16_async(to + kWordBytes + lane.id * 16,
-                     page + scales_offset(f, block_size, dim) +
-                         ((lane.id >> 1) * block_size + tile_of_page * kTile) * 2 +
-                         (lane.id & 1) * 16,
-                     true);
+        copy16_async(to + kWordBytes, page + (scales + tile_of_page * (kTile * 2)), true);
       }
     } else {
       constexpr int kChunks = dim / 8;  // of a row
-      const u64 rows = page + u64(tile_of_page) * (kTile * dim * 2);
+      const u64 rows = page + (at_head + tile_of_page * (kTile * dim * 2) + lane.id * 16);
 #pragma unroll
       for (int i = 0; i < kTile * kChunks / 32; ++i) {
         const int at = i * 32 + lane.id;
         const int row = at / kChunks;
         const int chunk = at % kChunks;
-        const int swizzle = (row >> 2) * 2 + (row & 1);
-        copy16_async(to + row * (dim * 2) + ((chunk ^ swizzle) << 4), rows + u64(at) * 16,
+        copy16_async(to + i * 512 + (((chunk ^ row >> 1) - chunk) << 4), rows + i * 512,
                      row < n_valid);
       }
     }
@@ -65,8 +61,8 @@ __device__ __forceinline__ void write_number(u64 numbers, u64 at, float value) {
   }
 }
 
-/// Brings a query to fp32 rows whose largest number is between 1 and 2, so that fp16 holds it, and
-/// returns the power of two that was taken out.
+/// Brings a query to fp32 rows whose largest number is between 2^14 and 2^15, where fp16 has most
+/// room below, and returns the power of two that was taken out.
 __device__ float stage_query(float* row, const Parameters& p, int sequence, int head,
                              const Lane& lane) {
   float numbers[KEY_DIM / 32];
@@ -83,6 +79,8 @@ __device__ float stage_query(float* row, const Parameters& p, int sequence, int 
   const bool ordinary = exponent > 1 && exponent < 253;
   const float factor = ordinary ? __uint_as_float((254 - exponent) << 23) : 1.0f;
 #pragma unroll
-  for (int i = 0; i < KEY_DIM / 32; ++i) row[i * 32 + lane.id] = numbers[i] * factor;
-  return ordinary ? __uint_as_float(exponent << 23) : 1.0f;
+  for (int i = 0; i < KEY_DIM / 32; ++i) {
+    row[i * 32 + lane.id] = numbers[i] * factor * (1 << 14);
+  }
+  return (ordinary ? __uint_as_float(exponent << 23) : 1.0f) / (1 << 14);
 }

@@ -9,25 +9,26 @@
 //   MIN_CTAS             CTAs that are to fit on a multiprocessor
 //   MAX_BATCH            sequences that one launch can take
 //
-// The tokens of a sequence are cut into splits, one a CTA, and these into steps of TILES tiles of 16
-// tokens that the warps take in turn. A warp copies its steps into a ring of its own, a few ahead of
-// the one it computes, and waits for nobody. Its sums, those of the CTA and those of the splits are then put
-// together in a fixed order; the last CTA of a sequence and head to arrive does that for the splits.
+// The tokens of a sequence are cut into splits, one a CTA, and these into steps of TILES tiles of
+// 16 tokens that the warps take in turn. A warp copies its steps into a ring of its own, a few ahead
+// of the one it computes, and waits for nobody. Its sums, those of the CTA and those of the splits
+// are then put together in a fixed order; the last CTA of a sequence and head to arrive does that
+// for the splits.
 //
 // Tensor cores do both products, m16n8k16 with fp32 sums. With g = lane / 4 and t = lane % 4:
 //
-//   scores  = queries [16 x dims] * keys^T [dims x 8 tokens], twice, for 16 tokens. Row r holds
-//             query r % 8, rounded; row r + 8 what rounding took from it. A lane gets the scores of
-//             query g with tokens 4t .. 4t + 3: column c of product i is token
-//             4 (c / 2) + 2 i + c % 2.
-//   output^T += values^T [16 dims x 16 tokens] * weights^T [16 tokens x 8 queries]. What a lane
-//             holds of the scores is what it must hold of the weights: nothing moves between lanes.
+//   scores   = keys [16 tokens x dims] * queries^T [dims x 8]. Row r is token 2 (r % 8) + r / 8, so
+//              that a lane has queries 2t, 2t + 1 of tokens 2g, 2g + 1, whose words are neighbours.
+//   output^T += values^T [16 dims x 16 tokens] * weights [16 tokens x 8 queries]. movmatrix makes
+//              the operand from weights as the scores lie.
 //
-// Up to four queries appear twice, in columns q and q + 4, which can carry the weights rounded and
-// what rounding took from them. The contraction index of a product may be permuted as long as both sides
-// are, so the dims of coded keys are taken in the order in which words hold them. Codes are never
-// scaled one by one: a token's scale goes into its score, or into its weight, once a group. They
-// become floats by setting exponent bits above them, and what that adds is taken off the sums.
+// Up to four queries appear twice, in columns q and q + 4, which can carry a number rounded and
+// what rounding took from it: of queries in the first product, of weights in the second. The
+// contraction index of a product may be permuted as long as both sides are, so the dims of coded
+// keys are taken in the order in which words hold them. Codes are never scaled one by one: a token's
+// scale goes into its score, or into its weight, once a group, and minimums have products of their
+// own. Nor are codes turned into floats: as the low bits of a 16-bit float they are one already, a
+// denormal.
 #include "attention_products.cuh"
 #include "attention_splits.cuh"
 #include "attention_tiles.cuh"
@@ -64,25 +65,25 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
   const int n_steps = kept(max(0, (end_step - first_step - warp + WARPS - 1) / WARPS));
   const int first_token = (first_step + warp) * kStep;
 
-  const u64* const key_pages = reinterpret_cast<const u64*>(kept(sequence.key_pages));
-  const u64* const value_pages = reinterpret_cast<const u64*>(kept(sequence.value_pages));
-  const int block_size = 1 << p.block_shift;
+  const u64 key_pages = kept(sequence.key_pages);
+  const u64 value_pages = kept(sequence.value_pages);
+  const int block_size = kept(1 << p.block_shift);
   const int block_shift = kept(p.block_shift);
 
   // Entries of the tables are read a step before the pages.
-  u64 key_entries[TILES] = {};
-  u64 value_entries[TILES] = {};
+  struct Entries {
+    u64 keys[TILES], values[TILES];
+  };
   int entry_token = first_token;  // of the step whose entries come next
   int entry_steps = n_steps;      // steps whose entries were not read yet
-  const auto read_entries = [&] {
+  const auto read_entries = [&](Entries& entries) {
     if (entry_steps-- > 0) {
 #pragma unroll
       for (int tile = 0; tile < TILES; ++tile) {
-        const int token = entry_token + tile * kTile;
-        if (tile == 0 || token < n_tokens) {
-          key_entries[tile] = key_pages[token >> block_shift];
-          value_entries[tile] = value_pages[token >> block_shift];
-        }
+        // A tile past the end is any tile: its weights are zero.
+        const u64 at = u64(u32(min(entry_token + tile * kTile, n_tokens - 1)) >> block_shift) * 8;
+        entries.keys[tile] = load_global(key_pages + at);
+        entries.values[tile] = load_global(value_pages + at);
       }
       entry_token += WARPS * kStep;
     }
@@ -91,15 +92,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
   int copy_token = first_token;
   int copy_steps = n_steps;
   int copy_stage = 0;
-  const auto start_copy = [&] {
+  const auto start_copy = [&](const Entries& entries) {
     if (copy_steps-- > 0) {
 #pragma unroll
       for (int tile = 0; tile < TILES; ++tile) {
         const int token = copy_token + tile * kTile;
-        if (tile > 0 && token >= n_tokens) break;
-        const u64 key = key_entries[tile];
-        const u64 value = value_entries[tile];
-        const int of_page = (token & (block_size - 1)) / kTile;
+        const u64 key = entries.keys[tile];
+        const u64 value = entries.values[tile];
+        const u32 of_page = u32(token & (block_size - 1)) / kTile;
         const u32 to = ring_begin + copy_stage * kStageBytes + tile * kPairBytes;
         copy_tile<KEY_DIM>(to, page_address(key), page_format(key), key_head, of_page, block_size,
                            n_tokens - token, lane);
@@ -114,11 +114,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
       copy_stage = copy_stage + 1 == STAGES ? 0 : copy_stage + 1;
     }
     close_copies();
-    read_entries();
   };
-  read_entries();
+  // Those of the first steps together, since a short sequence has no others.
+  Entries first_entries[STAGES] = {};
 #pragma unroll
-  for (int step = 0; step < STAGES - 1; ++step) start_copy();
+  for (int step = 0; step < STAGES; ++step) read_entries(first_entries[step]);
+#pragma unroll
+  for (int step = 0; step < STAGES - 1; ++step) start_copy(first_entries[step]);
+  Entries next_entries = first_entries[STAGES - 1];
 
   constexpr float kLog2e = 1.4426950408889634f;
   constexpr int kRows = kQueriesTwice ? 4 : 8;
@@ -132,7 +135,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
     if (lane.id == 0) query_factors[row] = factor * p.scale * kLog2e;
   }
   __syncthreads();
-  const float score_factor = query_factors[kQueriesTwice ? lane.g & 3 : lane.g];
+  const int my_query = kQueriesTwice ? 2 * (lane.t & 1) : 2 * lane.t;
+  const float score_factors[2] = {query_factors[my_query], query_factors[my_query + 1]};
 
   Queries queries;
   State state;
@@ -147,7 +151,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
   for (int step = 0; step < n_steps; ++step, token += WARPS * kStep) {
     await_copies<STAGES - 2>();
     __syncwarp();
-    start_copy();
+    start_copy(next_entries);
+    read_entries(next_entries);
 
     const u32 keys = ring_begin + stage * kStageBytes;
     const u8* const formats_at = ring + stage * kStageBytes + kPairBytes - 16;
@@ -169,26 +174,39 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
         } else {
           score_rows<f>(weights[tile], keys + tile * kPairBytes, queries, lane);
         }
-      });
 #pragma unroll
-      for (int j = 0; j < 4; ++j) weights[tile][j] *= score_factor;
+        for (int j = 0; j < 4; ++j) {
+          weights[tile][j] *= is_coded(f) ? score_factors[j & 1] / kKeyUnit : score_factors[j & 1];
+        }
+      });
     }
     if (token + kStep > n_tokens || token < n_hidden) {
 #pragma unroll
       for (int tile = 0; tile < TILES; ++tile) {
+        const int first = token + tile * kTile;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const int at = token + tile * kTile + 4 * lane.t + j;
+          const int at = first + 2 * lane.g + j / 2;
           if (at >= n_tokens || at < n_hidden) weights[tile][j] = kHidden;
         }
+        // What a page holds past its tokens may be NaN. Rows of numbers were copied as zeros.
+        if (n_tokens - first < kTile && (kOneFormat || n_tokens > first)) {
+          const u32 at = tile * kPairBytes;
+          const int format = kOneFormat ? 0 : *reinterpret_cast<const u32*>(formats_at + at) >> 8;
+          with_format(format, [&]<int f>() {
+            if constexpr (is_coded(f)) {
+              blank_scales<f>(keys + at + kKeyTileBytes, n_tokens - first, lane);
+            }
+          });
+        }
       }
+      __syncwarp();
     }
-    weigh(state, weights, lane);
+    weigh(state, weights);
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
-      const int n_valid = n_tokens - token - tile * kTile;
-      if (tile > 0 && n_valid <= 0) break;
       if (!kOneFormat) {
+        if (tile > 0 && token + tile * kTile >= n_tokens) break;
         const int format =
             *reinterpret_cast<const u32*>(formats_at + tile * kPairBytes) >> 8;
         if (value_format != format) {
@@ -205,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
       const u32 values = keys + tile * kPairBytes + kKeyTileBytes;
       with_format(value_format, [&]<int f>() {
         if constexpr (is_coded(f)) {
-          add_codes<f>(state, values, weights[tile], n_valid, lane);
+          add_codes<f>(state, values, weights[tile], lane);
         } else {
           add_rows<f>(state, values, weights[tile], lane);
         }
@@ -230,50 +248,55 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_CTAS)
       warp_rows[warp * QUERIES * VALUE_DIM + i] = 0;
     }
   }
-  const auto over_tokens = [](float x) {
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-  };
-  state.total = over_tokens(state.total);
 #pragma unroll
-  for (int group = 0; group < kValueGroups; ++group) {
-    state.offsets[group] = over_tokens(state.offsets[group]);
-  }
-  if (lane.t == 0 && lane.g < QUERIES) {
-    warp_maximums[warp * QUERIES + lane.g] = state.maximum;
-    warp_totals[warp * QUERIES + lane.g] = state.total;
+  for (int i = 0; i < 2; ++i) {
+    float total = state.total[i];
 #pragma unroll
-    for (int group = 0; group < kValueGroups; ++group) {
-      warp_offsets[(warp * QUERIES + lane.g) * kValueGroups + group] = state.offsets[group];
+    for (int distance = 4; distance < 32; distance *= 2) {
+      total += __shfl_xor_sync(~0u, total, distance);
+    }
+    float offset = state.offsets[i];
+    if (kWeightsTwice) offset += __shfl_xor_sync(~0u, offset, 2);
+    const int query = 2 * lane.t + i;
+    if (query < QUERIES && lane.g == 0) {
+      warp_maximums[warp * QUERIES + query] = state.maximum[i];
+      warp_totals[warp * QUERIES + query] = total;
+    }
+    if (query < QUERIES && lane.g < kValueGroups) {
+      warp_offsets[(warp * QUERIES + query) * kValueGroups + lane.g] = offset;
     }
   }
   __syncthreads();
 
   const Partial partial(p, blockIdx.x, blockIdx.y);
   const bool whole = sequence.n_splits == 1;
-  for (int i = threadIdx.x; i < QUERIES * VALUE_DIM; i += WARPS * 32) {
+  // Two dims a thread.
+  for (int i = 2 * threadIdx.x; i < QUERIES * VALUE_DIM; i += WARPS * 64) {
     const int query = i / VALUE_DIM;
     const int dim = i % VALUE_DIM;
     float maximum = kHidden;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) maximum = fmaxf(maximum, warp_maximums[w * QUERIES + query]);
-    float sum = 0;
+    float2 sum = {0, 0};
     float total = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
       const int at = w * QUERIES + query;
-      const float factor = exp2f(warp_maximums[at] - maximum);
-      sum += factor * (warp_rows[at * VALUE_DIM + dim] +
-                       warp_offsets[at * kValueGroups + dim / kGroup]);
+      const float factor = exp2_fast(warp_maximums[at] - maximum);
+      const float2 row = *reinterpret_cast<const float2*>(warp_rows + at * VALUE_DIM + dim);
+      const float offset = kNoCodes ? 0 : warp_offsets[at * kValueGroups + dim / kGroup];
+      sum.x += factor * (row.x + offset);
+      sum.y += factor * (row.y + offset);
       total += factor * warp_totals[at];
     }
     if (whole) {
       if (query < n_queries) {
-        write_number(p.output, output + i,
-                     sum * output_factor(p, first_head + query, maximum, total));
+        const float factor = output_factor(p, first_head + query, maximum, total);
+        write_number(p.output, output + i, sum.x * factor);
+        write_number(p.output, output + i + 1, sum.y * factor);
       }
     } else {
-      partial.sums[i] = sum;
+      *reinterpret_cast<float2*>(partial.sums + i) = sum;
       if (dim == 0) {
         partial.statistics(query)[0] = maximum;
         partial.statistics(query)[1] = total;

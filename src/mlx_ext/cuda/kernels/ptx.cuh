@@ -95,6 +95,10 @@ __device__ __forceinline__ u32 load_shared(u32 address) {
   return word;
 }
 
+__device__ __forceinline__ void store_shared_half(u32 address, u16 value) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
+}
+
 __device__ __forceinline__ uint2 load_shared2(u32 address) {
   uint2 words;
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "r"(address));
@@ -125,12 +129,25 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&a)[4], u32
   }
 }
 
-/// (word & mask) | bits
-template <u32 mask, u32 bits>
-__device__ __forceinline__ u32 masked(u32 word) {
+/// sum += a [16 x 8] * b [8 x 8], of fp16
+__device__ __forceinline__ void multiply8(float (&sum)[4], const u32 (&a)[2], u32 b) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+
+/// The transpose of an 8x8 matrix of 16-bit numbers.
+__device__ __forceinline__ u32 transposed(u32 pair) {
   u32 result;
-  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(word), "n"(mask), "n"(bits));
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
   return result;
+}
+
+__device__ __forceinline__ u64 load_global(u64 address) {
+  u64 value;
+  asm volatile("ld.global.u64 %0, [%1];" : "=l"(value) : "l"(address));
+  return value;
 }
 
 /// Keeps a value in a register: the compiler would work it out again at each use.
