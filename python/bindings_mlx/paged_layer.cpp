@@ -54,6 +54,17 @@ PagedLayerArrays& ready(PagedLayerArrays& layer) {
   return layer;
 }
 
+/// Blocks that are lacking may be those of readers on their way, which are waited for once.
+std::pair<Array, Array> appended(PagedLayerArrays& layer, const Array& keys, const Array& values) {
+  try {
+    return layer.update_and_fetch(keys, values);
+  } catch (const BlockPoolExhausted&) {
+    const nb::gil_scoped_release released;
+    if (!layer.await_blocks()) throw;
+  }
+  return layer.update_and_fetch(keys, values);
+}
+
 }  // namespace
 
 void bind_paged_layer(nb::module_& m) {
@@ -93,7 +104,7 @@ void bind_paged_layer(nb::module_& m) {
       .def(
           "update_and_fetch",
           [](PagedLayerArrays& self, const Array& keys, const Array& values) {
-            return ready(self).update_and_fetch(keys, values);
+            return appended(ready(self), keys, values);
           },
           "keys"_a, "values"_a,
           "Appends tokens; returns all that a query is to see, gathered when evaluated.")

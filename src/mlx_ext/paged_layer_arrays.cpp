@@ -263,6 +263,13 @@ void PagedLayerArrays::catch_up() {
   settle();
 }
 
+bool PagedLayerArrays::await_blocks() const {
+  const core::BlockPoolAllocator& blocks = *layer_->group()->pool()->allocator();
+  const std::int64_t before = blocks.stats().blocks_in_use();
+  mlx::core::synchronize(stream());
+  return blocks.stats().blocks_in_use() < before;
+}
+
 void PagedLayerArrays::settle() {
   if (!has_left_behind()) return;
   try {

@@ -84,6 +84,10 @@ class PagedLayerArrays {
   /// Deals with them.
   void catch_up();
 
+  /// Waits for what this thread has put on its way, and says whether blocks came back meanwhile:
+  /// readers keep theirs until they have run.
+  bool await_blocks() const;
+
  private:
   /// An append that may not have been evaluated yet.
   struct Pending {

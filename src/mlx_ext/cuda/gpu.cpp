@@ -67,7 +67,7 @@ std::string_view why_not(const VisibleBatch& batch, Which keys, Which values,
 
 void require_append(mlx::core::Stream stream) {
   mlx::core::cu::get_command_encoder(stream);
-  cuda::move_kernel("move_tokens");
+  cuda::make_append_kernels();
 }
 
 void append(mlx::core::Stream stream, const std::shared_ptr<const cache::AppendPlan>& plan,

@@ -5,6 +5,7 @@
 #include <map>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "kernels.h"
 #include "kvpool/mlx_ext/dtypes.h"
@@ -16,6 +17,8 @@ using mlx::core::array;
 namespace {
 
 constexpr std::size_t kKinds = 8;
+/// As many as a step of one token has: the parameters of a launch are copied, and more than once.
+constexpr std::uint32_t kFewMoves = 4;
 constexpr std::int64_t kItemsOfBlock = 16;
 
 struct Move {
@@ -27,10 +30,11 @@ struct Move {
   std::int32_t kind = 0;
 };
 
+template <std::uint32_t most>
 struct Moves {
   std::int32_t block_size = 0;
-  MoveKind kinds[kKinds];
-  Move moves[kMaxMoves];
+  MoveKind kinds[std::min<std::size_t>(kKinds, most)];
+  Move moves[most];
 };
 
 std::int64_t groups_of(std::int64_t head_dim) noexcept {
@@ -68,20 +72,33 @@ class Launches {
     if (n_moves_ == 0) return;
     for (const array* input : inputs_) encoder_.set_input_array(*input);
     encoder_.set_output_array(token_);
-    void* parameters[] = {&moves_};
-    encoder_.add_kernel_node_raw(move_kernel("move_tokens"),
-                                 {move_blocks(most_items_), n_moves_, 1}, {256, 1, 1}, {}, 0,
-                                 parameters);
+    if (n_moves_ <= kFewMoves) {
+      Moves<kFewMoves> few;
+      few.block_size = moves_.block_size;
+      std::copy_n(moves_.kinds, n_kinds_, few.kinds);
+      std::copy_n(moves_.moves, n_moves_, few.moves);
+      launch(few, kFewMoves);
+    } else {
+      launch(moves_, kMaxMoves);
+    }
     n_moves_ = 0;
     n_kinds_ = 0;
     most_items_ = 0;
   }
 
  private:
+  template <class SomeMoves>
+  void launch(SomeMoves& moves, std::uint32_t most) {
+    void* parameters[] = {&moves};
+    encoder_.add_kernel_node_raw(move_kernel("move_tokens", most),
+                                 {move_blocks(most_items_), n_moves_, 1}, {256, 1, 1}, {}, 0,
+                                 parameters);
+  }
+
   const std::vector<const array*>& inputs_;
   const array& token_;
   mlx::core::cu::CommandEncoder& encoder_;
-  Moves moves_;
+  Moves<kMaxMoves> moves_;
   std::uint32_t n_moves_ = 0;
   std::size_t n_kinds_ = 0;
   std::int64_t most_items_ = 0;
@@ -113,14 +130,18 @@ MoveKind from_rows(const cache::StreamLayout& layout, const array& rows) {
 
 }  // namespace
 
-CUfunc_st* move_kernel(const char* name) {
+CUfunc_st* move_kernel(const char* name, std::uint32_t most_moves) {
   // Few names, each a literal; looked up once by each thread.
-  thread_local std::map<std::string_view, CUfunc_st*> functions;
-  CUfunc_st*& function = functions[name];
+  thread_local std::map<std::pair<std::string_view, std::uint32_t>, CUfunc_st*> functions;
+  CUfunc_st*& function = functions[{name, most_moves}];
   if (function == nullptr) {
-    function = kernel("move_tokens.cu", name, {"MAX_MOVES=" + std::to_string(kMaxMoves)});
+    function = kernel("move_tokens.cu", name, {"MAX_MOVES=" + std::to_string(most_moves)});
   }
   return function;
+}
+
+void make_append_kernels() {
+  for (const std::uint32_t most : {kFewMoves, kMaxMoves}) move_kernel("move_tokens", most);
 }
 
 std::uint32_t move_blocks(std::int64_t n_items) noexcept {

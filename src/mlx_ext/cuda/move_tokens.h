@@ -35,8 +35,11 @@ struct GatherParameters {
   std::int32_t n_rows = 0;
 };
 
-/// A function of kernels/move_tokens.cu.
-CUfunc_st* move_kernel(const char* name);
+/// A function of kernels/move_tokens.cu, for so many moves at most.
+CUfunc_st* move_kernel(const char* name, std::uint32_t most_moves = kMaxMoves);
+
+/// Makes those that appends use; throws where that fails.
+void make_append_kernels();
 
 /// Adds the kernels of an append; the first and last run after and before what else names `token`.
 /// Without rows (nullptr) the plan's other moves alone.

@@ -28,7 +28,7 @@ struct Move {
 
 struct Moves {
   int block_size;
-  Kind kinds[8];
+  Kind kinds[MAX_MOVES < 8 ? MAX_MOVES : 8];
   Move moves[MAX_MOVES];
 };
 
@@ -227,7 +227,7 @@ __device__ __forceinline__ void read_array(float (&numbers)[4], const Kind& kind
 __device__ __forceinline__ void write_array(const float (&numbers)[4], const Kind& kind, u64 data,
                                             int token, const Quad& q) {
   const u64 at = q.head * kind.head_stride + token * kind.token_stride + q.dim * kind.dim_stride;
-  if (q.n == 4 && kind.dim_stride == 1 && kind.to_format != kFp32 && (at & 3) == 0) {
+  if (q.n == 4 && kind.dim_stride == 1 && kind.to_format != kFp32 && (data + at * 2) % 8 == 0) {
     const bool bf16 = kind.to_format == kBf16;
     uint2 words;
     words.x = bf16 ? pack2<true>(numbers[0], numbers[1]) : pack2<false>(numbers[0], numbers[1]);
@@ -290,6 +290,25 @@ __device__ __forceinline__ void write_page(const float (&numbers)[4], int block_
   }
 }
 
+/// Codes go from page to page as they are: read and encoded again, they could change.
+__device__ void copy_codes(int block_size, const Kind& kind, const Move& move, const Quad& q) {
+  const int format = kind.to_format;
+  const u64 head = u64(q.head) * head_bytes(format, block_size, kind.head_dim);
+  const CodePlace from(move.from + head, format, block_size, kind.head_dim,
+                       move.from_token + q.token, q.group);
+  const CodePlace to(move.to + head, format, block_size, kind.head_dim, move.to_token + q.token,
+                     q.group);
+  const int of_group = code_words(format, kGroup);
+  const int word = q.group * of_group + q.lane;
+  if (q.lane < of_group && word < code_words(format, kind.head_dim)) {
+    to.set_word(word, from.word(word));
+  }
+  if (q.lane == 0) {
+    *reinterpret_cast<u16*>(to.scale) = *reinterpret_cast<const u16*>(from.scale);
+    *reinterpret_cast<u16*>(to.minimum) = *reinterpret_cast<const u16*>(from.minimum);
+  }
+}
+
 // Half a warp takes an item: blocks are of 256 threads, 16 items.
 
 extern "C" __global__ void __launch_bounds__(256) move_tokens(const __grid_constant__ Moves p) {
@@ -300,6 +319,11 @@ extern "C" __global__ void __launch_bounds__(256) move_tokens(const __grid_const
     const int item = first + (threadIdx.x >> 4);
     const bool exists = item < n_items;
     const Quad quad(kind, item, move.n_tokens, exists);
+    if (kind.from_page && kind.to_page && kind.from_format == kind.to_format &&
+        is_coded(kind.to_format)) {
+      if (exists) copy_codes(p.block_size, kind, move, quad);
+      continue;
+    }
     const int from = move.from_token + quad.token;
     const int to = move.to_token + quad.token;
     float numbers[4] = {};
