@@ -66,6 +66,9 @@ class AgePolicy:
         object.__setattr__(self, "recent", checked_int(where, "recent", recent, 0))
         object.__setattr__(self, "then", tiers)
         object.__setattr__(self, "first", first)
+        age = self.steps()[-1][1]
+        if age > 2**63 - 1:
+            raise ValueError(f"[{where}] recent and then must add up to 64 bits, got {age} tokens")
 
     @classmethod
     def parse(cls, text: str) -> AgePolicy:
