@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +53,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """What is wrong with an argument of a call is wrong with the option that it came from."""
+    try:
+        yield
+    except ValueError as error:
+        raise CommandError(str(error), USAGE) from error
+
+
 @dataclass(frozen=True)
 class CacheChoice:
     """Pooled caches, or paged ones with their options."""
@@ -74,7 +84,7 @@ class CacheChoice:
             return cls()
         from kvpool.mlx_lm.paged.page_format import PageFormat
 
-        try:
+        with usage_errors():
             PageFormat.checked(
                 "kvpool generate",
                 options.get("format", "auto"),
@@ -82,8 +92,6 @@ class CacheChoice:
                 options.get("method"),
                 options.get("bits"),
             )
-        except ValueError as error:
-            raise CommandError(str(error), USAGE) from error
         return cls(True, options)
 
     @property
@@ -96,11 +104,16 @@ class CacheChoice:
         return not rounding and set(formats) <= {"auto", "fp32"}
 
     def build(self, model: Any, pool: BlockPoolAllocator, owner: int) -> list[Any]:
-        """The caches of one request."""
+        """The caches of one request.
+
+        Raises:
+            CommandError: The options do not fit the model.
+        """
         if self.paged:
             from kvpool.mlx_lm.paged import build_paged_caches
 
-            return build_paged_caches(model, pool, owner, **self.options)
+            with usage_errors():
+                return build_paged_caches(model, pool, owner, **self.options)
         from kvpool.memory import build_pooled_caches
 
         return build_pooled_caches(model, pool, owner)

@@ -122,7 +122,7 @@ def count(number: int, noun: str) -> str:
 
 
 def megabytes(n_bytes: int) -> str:
-    return f"{n_bytes / 1e6:,.1f} MB"
+    return f"{n_bytes / 1e6:,.1f} MB" if n_bytes >= 1e5 else f"{n_bytes / 1e3:,.1f} kB"
 
 
 def _draws_on(stream: TextIO) -> bool:

@@ -9,11 +9,11 @@ from typing import Any
 
 from kvpool import models
 from kvpool.cli import caches
-from kvpool.cli.arguments import positive, temperature
-from kvpool.cli.caches import CacheChoice
+from kvpool.cli.arguments import file_name, owner, positive, seed, temperature, text
+from kvpool.cli.caches import CacheChoice, usage_errors
 from kvpool.cli.console import note, print_report, progress_bar
 from kvpool.cli.decoding import Comparison, Request, compare
-from kvpool.cli.errors import EXHAUSTED, TOKENS_DIFFER, USAGE, CommandError
+from kvpool.cli.errors import ERROR, EXHAUSTED, TOKENS_DIFFER, USAGE, CommandError
 from kvpool.cli.loading import encode, load
 from kvpool.cli.report import (
     Held,
@@ -48,7 +48,9 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         "what the pool did.",
         epilog=_EXAMPLES,
     )
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the model answers")
+    parser.add_argument(
+        "--prompt", type=text, required=True, metavar="TEXT", help="what the model answers"
+    )
     parser.add_argument(
         "--model",
         default="smollm2",
@@ -69,7 +71,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument(
         "--temp", type=temperature, default=0.0, help="temperature (default: 0, greedy)"
     )
-    parser.add_argument("--seed", type=int, help="of the sampling")
+    parser.add_argument("--seed", type=seed, help="of the sampling")
 
     pool = parser.add_argument_group("the pool")
     pool.add_argument(
@@ -86,7 +88,9 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         help="blocks in the pool (default: enough for the prompt and --max-tokens)",
     )
     pool.add_argument("--grow", action="store_true", help="add blocks when they run out")
-    pool.add_argument("--owner", type=int, help="the request's id in the pool (default: a new one)")
+    pool.add_argument(
+        "--owner", type=owner, help="the request's id in the pool (default: a new one)"
+    )
 
     caches.add_arguments(parser)
 
@@ -98,7 +102,10 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         "turns, and compare tokens and speeds",
     )
     report.add_argument(
-        "--metrics", metavar="FILE", help="write the pool's Prometheus metrics there (-: to stdout)"
+        "--metrics",
+        type=file_name,
+        metavar="FILE",
+        help="write the pool's Prometheus metrics there (-: to stdout)",
     )
     report.add_argument("--quiet", action="store_true", help="print the generated text alone")
     parser.set_defaults(run=_run)
@@ -107,10 +114,11 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.compare_stock and arguments.temp > 0:
         raise CommandError("--compare-stock compares greedy decoding: leave --temp out", USAGE)
-    model, tokenizer = load(arguments.model, fp32=arguments.fp32)
     choice = CacheChoice.of(arguments)
+    model, tokenizer = load(arguments.model, fp32=arguments.fp32)
     prompt = encode(tokenizer, arguments.prompt, raw=arguments.raw)
-    pool = _make_pool(arguments, model, len(prompt))
+    with usage_errors():
+        pool = _make_pool(arguments, model, len(prompt))
     with choice.attention():
         return _generate(arguments, choice, model, tokenizer, prompt, pool)
 
@@ -123,7 +131,7 @@ def _generate(
     prompt: list[int],
     pool: BlockPoolAllocator,
 ) -> int:
-    owner = pool.new_owner() if arguments.owner is None else arguments.owner
+    owner = _owner(arguments, pool)
 
     def request(cache: list[Any], sampler: Any = None) -> Request:
         return Request(model, tokenizer, prompt, cache, arguments.max_tokens, sampler)
@@ -132,17 +140,17 @@ def _generate(
         shortened = textwrap.shorten(arguments.prompt, 300, placeholder=" ...")
         note(f"{headline(arguments.model, pool)}\n\n> {shortened}\n")
     shown = request(choice.build(model, pool, owner), _sampler(arguments))
+    code = 0
     try:
-        _stream(shown, pool)
-        stats = pool.stats.snapshot()
+        _stream(shown, pool, paged=choice.paged)
         held = Held.by(shown, pool)
     finally:
-        if arguments.metrics:
-            write_metrics(arguments.metrics, pool.stats.snapshot())
+        stats = pool.stats.snapshot()
         _release(shown)
+        if arguments.metrics and not write_metrics(arguments.metrics, stats):
+            code = ERROR
     sections = request_sections(shown, stats, held, pool)
 
-    code = 0
     if arguments.compare_stock:
         pooled = request(choice.build(model, pool, pool.new_owner()))
         stock = request(_stock_caches(model))
@@ -150,20 +158,21 @@ def _generate(
         result = _compare(pooled, stock, len(shown.tokens))
         after = pool.stats.snapshot()
         sections.append(comparison_section(result, pooled, stock, before, after))
-        code = TOKENS_DIFFER if choice.is_exact and result.differs_at is not None else 0
+        if choice.is_exact and result.differs_at is not None:
+            code = TOKENS_DIFFER
     if not arguments.quiet:
         print()
         print_report(sections)
     return code
 
 
-def _stream(request: Request, pool: BlockPoolAllocator) -> None:
+def _stream(request: Request, pool: BlockPoolAllocator, *, paged: bool) -> None:
     try:
         for text in request.advance():
             sys.stdout.write(text)
             sys.stdout.flush()
     except BlockPoolExhaustedError as error:
-        raise CommandError(exhausted(request, pool), EXHAUSTED) from error
+        raise CommandError(exhausted(error, request, pool, paged=paged), EXHAUSTED) from error
     finally:
         if request.tokens:
             print()
@@ -178,6 +187,15 @@ def _compare(pooled: Request, stock: Request, n_tokens: int) -> Comparison:
         # Each generation has entered a stream of MLX: the one entered last is left first.
         stock.close()
         _release(pooled)
+
+
+def _owner(arguments: argparse.Namespace, pool: BlockPoolAllocator) -> int:
+    if arguments.owner is None:
+        return pool.new_owner()
+    with usage_errors():  # some ids are kept for new_owner()
+        pool.register_owner(arguments.owner)
+    pool.release_owner(arguments.owner)
+    return int(arguments.owner)
 
 
 def _stock_caches(model: Any) -> list[Any]:

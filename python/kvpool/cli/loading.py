@@ -38,7 +38,7 @@ def load(name: str, *, fp32: bool = False) -> tuple[Any, Any]:
             note(f"{name} is not there yet; fetching it once")
             fetch_with_progress(name)
         source = str(models.model_path(spec))
-    elif Path(name).is_dir() or name.count("/") == 1:
+    elif (name and Path(name).is_dir()) or name.count("/") == 1:
         source = name
     else:
         known = ", ".join(models.KNOWN_MODELS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -34,8 +35,12 @@ exit codes: 0 done, 1 error, 2 wrong usage, 3 the pool ran out of blocks,
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the `kvpool` command and returns its exit code."""
+    _complete_standard_streams()
     parser = _parser()
     arguments = parser.parse_args(argv)
+    if sys.stdout is None:
+        print("kvpool: error: standard output is closed", file=sys.stderr)
+        return ERROR
     on_sigterm = signal.signal(signal.SIGTERM, _raise_system_exit)
     try:
         prefer_openblas()
@@ -89,6 +94,23 @@ def _parser() -> argparse.ArgumentParser:
     methods.add_parser(commands)
     info.add_parser(commands)
     return parser
+
+
+def _complete_standard_streams() -> None:
+    """Makes up for standard streams that the caller closed or that cannot print every character.
+
+    A file that is opened later would get a closed stream's number: MLX loads nothing from file 0,
+    and what is printed would end in a model's weights.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115, for as long as the process
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _one_line(error: Exception) -> str:

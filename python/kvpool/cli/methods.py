@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvpool.cli.console import print_grid
+from kvpool.cli.console import note, print_grid
+from kvpool.cli.errors import USAGE, CommandError
+from kvpool.core.exceptions import QuantizerConfigError
+
+if TYPE_CHECKING:
+    from kvpool.cache import MethodInfo
 
 __all__ = ["add_parser", "collect"]
 
@@ -39,31 +44,43 @@ def collect(
     Raises:
         QuantizerConfigError: A method cannot work so.
     """
-    from kvpool.cache import METHODS, KVCacheConfig
+    from kvpool.cache import METHODS
+
+    return [_row(info, bits, head_dim, value_bits) for info in METHODS.values()]
+
+
+def _row(info: MethodInfo, bits: int, head_dim: int, value_bits: int | None) -> dict[str, Any]:
+    from kvpool.cache import KVCacheConfig
     from kvpool.cache.quality import measure_quality
     from kvpool.cache.quantized import make_native_method
 
-    rows = []
-    for info in METHODS.values():
-        config = KVCacheConfig(
-            method=info.name, bit_width_inlier=bits, head_dim=head_dim, value_bits=value_bits
-        )
-        n_bytes = make_native_method(config).bytes_per_token()
-        rows.append(
-            {
-                "method": info.name,
-                "title": info.title,
-                "arxiv": info.arxiv,
-                "bits_per_number": 8 * n_bytes / (2 * head_dim),
-                "coded_bytes_per_token": n_bytes,
-                **asdict(measure_quality(config)),
-            }
-        )
-    return rows
+    config = KVCacheConfig(
+        method=info.name, bit_width_inlier=bits, head_dim=head_dim, value_bits=value_bits
+    )
+    n_bytes = make_native_method(config).bytes_per_token()
+    return {
+        "method": info.name,
+        "title": info.title,
+        "arxiv": info.arxiv,
+        "bits_per_number": 8 * n_bytes / (2 * head_dim),
+        "coded_bytes_per_token": n_bytes,
+        **asdict(measure_quality(config)),
+    }
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    rows = collect(arguments.bits, arguments.head_dim, arguments.value_bits)
+    from kvpool.cache import METHODS
+
+    rows, refusals = [], []
+    for info in METHODS.values():
+        try:
+            rows.append(_row(info, arguments.bits, arguments.head_dim, arguments.value_bits))
+        except QuantizerConfigError as error:
+            refusals.append((info.name, str(error)))
+    if not rows:
+        raise CommandError(refusals[0][1], USAGE)
+    for name, refusal in refusals:
+        note(f"without {name}: {refusal}")
     if arguments.json:
         print(json.dumps(rows, indent=2))
         return 0

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvpool import models
 from kvpool.cli.blas import blas_in_use
-from kvpool.cli.console import Section, count, megabytes
+from kvpool.cli.console import Section, count, megabytes, note
 from kvpool.cli.decoding import SEGMENT_TOKENS, Comparison, Request
-from kvpool.cli.errors import CommandError
+from kvpool.core.exceptions import BlockPoolExhaustedError
 from kvpool.memory import AllocationStats, BlockPoolAllocator, PoolConfig
 
 __all__ = [
@@ -143,12 +143,28 @@ def comparison_section(
     )
 
 
-def exhausted(request: Request, pool: BlockPoolAllocator) -> str:
+def exhausted(
+    error: BlockPoolExhaustedError, request: Request, pool: BlockPoolAllocator, *, paged: bool
+) -> str:
     """Why the request stopped and what it takes to go on."""
+    if error.needed_bytes is not None and error.available_bytes is not None:
+        return (
+            f"the byte budget ran out: {error.needed_bytes:,} more bytes are needed, "
+            f"{error.available_bytes:,} are left; the prompt has {len(request.prompt)} tokens, "
+            f"{len(request.tokens)} were generated; a larger --byte-budget or a narrower --format "
+            "holds more"
+        )
     block_size, n_blocks = pool.config.block_size, pool.stats.n_blocks
     wanted = len(request.prompt) + request.max_tokens
-    fits = _tokens_that_fit(request.model, block_size, n_blocks, wanted)
-    needed = _blocks_for(request.model, block_size, wanted)
+
+    def blocks_for(tokens: int) -> int:
+        config = PoolConfig.for_model(
+            request.model, max_tokens=tokens, block_size=block_size, paged=paged
+        )
+        return config.n_blocks
+
+    fits = _tokens_that_fit(blocks_for, n_blocks, wanted)
+    needed = blocks_for(wanted)
     return (
         f"the pool ran out: {count(n_blocks, 'block')} of {block_size} hold "
         f"{count(fits, 'token')} of this model; the prompt has {len(request.prompt)}, "
@@ -157,27 +173,26 @@ def exhausted(request: Request, pool: BlockPoolAllocator) -> str:
     )
 
 
-def write_metrics(target: str, stats: AllocationStats) -> None:
-    """Writes the Prometheus text to a file, or to standard output for ``-``."""
+def write_metrics(target: str, stats: AllocationStats) -> bool:
+    """Writes the Prometheus text to a file, or to standard output for ``-``; says so and returns
+    False where the file cannot be written: an answer is not lost for that."""
     text = stats.to_prometheus(prefix=METRICS_PREFIX)
     if target == "-":
         sys.stdout.write(text)
-        return
+        return True
     try:
         Path(target).write_text(text)
     except OSError as error:
-        raise CommandError(f"cannot write the metrics: {error}") from error
+        note(f"kvpool: error: cannot write the metrics: {error}")
+        return False
+    return True
 
 
-def _tokens_that_fit(model: object, block_size: int, n_blocks: int, at_most: int) -> int:
+def _tokens_that_fit(blocks_for: Callable[[int], int], n_blocks: int, at_most: int) -> int:
     """The longest sequence, up to ``at_most``, whose caches take no more than ``n_blocks``."""
     low, high = 0, at_most
     while low < high:
         middle = (low + high + 1) // 2
-        fits = _blocks_for(model, block_size, middle) <= n_blocks
+        fits = blocks_for(middle) <= n_blocks
         low, high = (middle, high) if fits else (low, middle - 1)
     return low
-
-
-def _blocks_for(model: object, block_size: int, tokens: int) -> int:
-    return PoolConfig.for_model(model, max_tokens=tokens, block_size=block_size).n_blocks

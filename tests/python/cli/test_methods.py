@@ -29,7 +29,7 @@ def test_json_follows_the_options(capsys):
 
 
 def test_what_cannot_work_is_one_line_and_an_exit_code(capsys):
-    assert main(["methods", "--bits", "9"]) == 1
+    assert main(["methods", "--bits", "9"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "bit_width_inlier must be 1..8" in error
