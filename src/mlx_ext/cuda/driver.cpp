@@ -52,6 +52,8 @@ Driver::Driver() : process_(getpid()) {
   look_up(function_attribute_, cuda, "cuFuncSetAttribute");
   look_up(error_string_, cuda, "cuGetErrorString");
   void* const compiler = open_library({"libnvrtc.so.13", "libnvrtc.so.12"});
+  int (*version)(int*, int*) = nullptr;
+  look_up(version, compiler, "nvrtcVersion");
   look_up(create_program_, compiler, "nvrtcCreateProgram");
   look_up(compile_program_, compiler, "nvrtcCompileProgram");
   look_up(destroy_program_, compiler, "nvrtcDestroyProgram");
@@ -87,7 +89,13 @@ Driver::Driver() : process_(getpid()) {
     throw Error("[cuda::Driver] the kernels need compute capability 8.0, " + device_name_ +
                 " has " + std::to_string(major) + "." + std::to_string(minor));
   }
-  architecture_ = "sm_" + std::to_string(major) + std::to_string(minor);
+  options_ = {"--gpu-architecture=sm_" + std::to_string(major) + std::to_string(minor),
+              "--std=c++20", "--device-as-default-execution-space"};
+  int compiler_major = 0;
+  int compiler_minor = 0;
+  check(version(&compiler_major, &compiler_minor), "nvrtcVersion");
+  compiler_ = "NVRTC " + std::to_string(compiler_major) + "." + std::to_string(compiler_minor);
+  for (const std::string& option : options_) compiler_ += " " + option;
 }
 
 void Driver::check(int result, const char* call) const {
@@ -151,13 +159,11 @@ void Driver::zero(std::uint64_t at, std::size_t bytes) const {
 
 std::string Driver::compile(const std::vector<Source>& sources,
                             const std::vector<std::string>& macros) const {
-  std::vector<std::string> texts, names, options;
+  std::vector<std::string> texts, names, options = options_;
   for (const Source& source : sources) {
     texts.emplace_back(source.text);
     names.emplace_back(source.name);
   }
-  options = {"--gpu-architecture=" + architecture_, "--std=c++20",
-             "--device-as-default-execution-space"};
   for (const std::string& macro : macros) options.push_back("--define-macro=" + macro);
   std::vector<const char*> header_texts, header_names, option_list;
   for (std::size_t i = 1; i < sources.size(); ++i) {

@@ -42,6 +42,8 @@ class Driver {
   /// Machine code of `sources[0]`, which may include the others, with macros "NAME=value".
   std::string compile(const std::vector<Source>& sources,
                       const std::vector<std::string>& macros) const;
+  /// What the machine code depends on beside those: the compiler's version and its options.
+  const std::string& compiler() const noexcept { return compiler_; }
   CUmod_st* load(const std::string& machine_code) const;
   CUfunc_st* function(CUmod_st* module, const char* name) const;
   /// Lets the function have this much dynamic shared memory.
@@ -82,7 +84,8 @@ class Driver {
   int process_ = 0;
   int shared_bytes_ = 0;
   int multiprocessors_ = 0;
-  std::string architecture_;  // "sm_90"
+  std::vector<std::string> options_;  // of every compilation
+  std::string compiler_;
   std::string device_name_;
 };
 

@@ -4,6 +4,7 @@
 #include <mutex>
 
 #include "driver.h"
+#include "kvpool/base/disk_cache.h"
 #include "kvpool/base/error.h"
 
 namespace kvpool::mlx_ext::cuda {
@@ -14,6 +15,7 @@ constexpr std::string_view kHeaders[] = {"attention_parameters.cuh", "attention_
                                          "page_format.cuh",          "ptx.cuh"};
 
 struct Compiled {
+  const DiskCache on_disk{DiskCache::folder_for("KVPOOL_KERNEL_CACHE_DIR", "kernels")};
   std::mutex lock;
   std::map<std::string, CUmod_st*> modules;
   std::map<std::string, CUfunc_st*> functions;
@@ -23,6 +25,24 @@ struct Compiled {
 Compiled& compiled() {
   static Compiled* const all = new Compiled;
   return *all;
+}
+
+/// Machine code from disk, compiled where it is not there.
+std::string machine_code(const std::vector<Driver::Source>& sources,
+                         const std::vector<std::string>& macros) {
+  const Driver& driver = Driver::get();
+  std::string key = "kvpool " KVPOOL_VERSION;
+  const auto add = [&key](std::string_view part) {
+    key += "\n" + std::to_string(part.size()) + " ";
+    key += part;
+  };
+  add(driver.compiler());
+  for (const std::string& macro : macros) add(macro);
+  for (const Driver::Source& source : sources) {
+    add(source.name);
+    add(source.text);
+  }
+  return compiled().on_disk.get(key, [&] { return driver.compile(sources, macros); });
 }
 
 }  // namespace
@@ -43,7 +63,7 @@ CUfunc_st* kernel(std::string_view file, const char* name, const std::vector<std
     for (const std::string_view header : kHeaders) {
       sources.push_back({header, kernel_source(header)});
     }
-    module = driver.load(driver.compile(sources, macros));
+    module = driver.load(machine_code(sources, macros));
   }
   CUfunc_st* const found = driver.function(module, name);
   if (shared_bytes > 0) driver.allow_shared_bytes(found, shared_bytes);
