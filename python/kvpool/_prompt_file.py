@@ -62,6 +62,13 @@ def write(path: Path, record: Mapping[str, Any], arrays: Mapping[str, mx.array])
     Raises:
         OSError: It cannot be written; what was at ``path`` is as before.
     """
+    if path.is_dir():
+        raise IsADirectoryError(f"[save_prompt_cache] {path} is a folder")
+    if path.exists() and not path.is_file():
+        raise OSError(
+            f"[save_prompt_cache] {path} is a device or a pipe, which a file would replace"
+        )
+    path = path.resolve()  # a link goes on leading to the file
     whole = {name: mx.contiguous(array) for name, array in arrays.items()}
     described = {name: _describe(array) for name, array in whole.items()}
     text = json.dumps({"version": _VERSION, "arrays": described, **record})
@@ -89,6 +96,10 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
         OSError: It cannot be read.
     """
     where = f"[load_prompt_cache] {path}"
+    if not path.exists():
+        raise FileNotFoundError(f"{where} is not there")
+    if not path.is_file():
+        raise OSError(f"{where} is a folder, a device or a pipe")
     try:
         # safetensors checks every length and place in the header before MLX follows them.
         with safe_open(path, framework="numpy") as file:

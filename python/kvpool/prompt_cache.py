@@ -42,11 +42,17 @@ def save_prompt_cache(
 
     Raises:
         PromptCacheError: A cache is of a kind that could not be loaded again.
-        TypeError: ``metadata`` has something in it that JSON cannot hold.
+        TypeError: ``metadata`` has something in it that JSON cannot hold, or an argument is of
+            another type.
         OSError: The file cannot be written; what was there is as before.
     """
     where = "[save_prompt_cache]"
     arrays: dict[str, mx.array] = {}
+    path = _checked_path("save_prompt_cache", file)
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise TypeError(f"{where} metadata must be a mapping, got {metadata!r}")
+    if not isinstance(cache, Iterable):
+        raise TypeError(f"{where} cache must be a list of caches, got {cache!r}")
     caches = list(cache)
     record = {
         "caches": [_encoded(where, layer, arrays) for layer in caches],
@@ -57,7 +63,7 @@ def save_prompt_cache(
         json.dumps(record["metadata"])
     except (TypeError, ValueError) as error:
         raise TypeError(f"{where} metadata must be what JSON can hold: {error}") from error
-    _prompt_file.write(Path(file), record, arrays)
+    _prompt_file.write(path, record, arrays)
 
 
 def load_prompt_cache(
@@ -103,7 +109,7 @@ def load_prompt_cache(
     owner = checked_owner("load_prompt_cache", owner)
     if step is not None:
         step = checked_int("load_prompt_cache", "step", step, 1)
-    path = Path(file)
+    path = _checked_path("load_prompt_cache", file)
     where = f"[load_prompt_cache] {path}"
     record, arrays = _prompt_file.read(path)
     try:
@@ -124,6 +130,12 @@ def load_prompt_cache(
         layer._step = step
     attach_caches(caches, pool, owner)
     return (caches, metadata) if return_metadata else caches
+
+
+def _checked_path(call: str, file: Any) -> Path:
+    if not isinstance(file, (str, os.PathLike)):
+        raise TypeError(f"[{call}] file must be a path, got {file!r}")
+    return Path(file)
 
 
 # --- caches and their records ---------------------------------------------------------------------
