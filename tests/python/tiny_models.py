@@ -110,8 +110,10 @@ def new_model(architecture: str, **changes: Any) -> Any:
     return module.Model(module.ModelArgs.from_dict(described(architecture, **changes)))
 
 
-def _ready(model: Any, seed: int) -> Any:
-    """``model`` with seeded fp32 weights, so large that a token depends on all before it."""
+def _ready(architecture: str, seed: int, **changes: Any) -> Any:
+    """A model with seeded fp32 weights, so large that a token depends on all before it."""
+    mx.random.seed(seed)  # of the biases that mlx-lm draws
+    model = new_model(architecture, **changes)
     mx.random.seed(seed)
 
     def drawn(weight: mx.array) -> mx.array:
@@ -126,37 +128,37 @@ def _ready(model: Any, seed: int) -> Any:
 
 @cache
 def tiny_llama(n_layers: int = 3, seed: int = 1) -> Any:
-    return _ready(new_model("llama", num_hidden_layers=n_layers), seed)
+    return _ready("llama", seed, num_hidden_layers=n_layers)
 
 
 @cache
 def tiny_qwen3() -> Any:
-    return _ready(new_model("qwen3"), 7)
+    return _ready("qwen3", 7)
 
 
 @cache
 def tiny_gemma3(window: int = 16) -> Any:
-    return _ready(new_model("gemma3_text", sliding_window=window), 2)
+    return _ready("gemma3_text", 2, sliding_window=window)
 
 
 @cache
 def tiny_gpt_oss() -> Any:
-    return _ready(new_model("gpt_oss"), 3)
+    return _ready("gpt_oss", 3)
 
 
 @cache
 def tiny_deepseek_v3() -> Any:
-    return _ready(new_model("deepseek_v3"), 4)
+    return _ready("deepseek_v3", 4)
 
 
 @cache
 def tiny_gpt2() -> Any:
-    return _ready(new_model("gpt2"), 6)
+    return _ready("gpt2", 6)
 
 
 @cache
 def tiny_lfm2() -> Any:
-    return _ready(new_model("lfm2"), 8)
+    return _ready("lfm2", 8)
 
 
 @cache
@@ -205,7 +207,7 @@ def write_llama(folder: Path) -> Path:
         chat_template="{% for message in messages %}{{ message['content'] }}{% endfor %}",
     )
     sizes = {"num_hidden_layers": 2, "head_dim": 8, "vocab_size": len(tokens)}
-    model = _ready(new_model("llama", **sizes), 6)
+    model = _ready("llama", 6, **sizes)
     weights = dict(tree_flatten(model.parameters()))
     weights["lm_head.weight"][0] = 0  # the end never wins
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
