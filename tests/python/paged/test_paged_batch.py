@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import mlx.core as mx
 import pytest
 from cache_kinds import in_use, make_pool, rows
-from kvpool import _mlx
+from kvpool import _mlx, build_paged_caches
 from kvpool.mlx_lm.paged import PagedBatchKVCache, PagedKVCache
 
 
@@ -84,6 +86,25 @@ def test_of_one_query_the_mask_hides_padding_alone(monkeypatch):
     assert len(told) == 2
     windows.make_mask(1)
     assert told[2] == [4, 3]
+
+
+def test_the_layers_of_a_step_show_one_array_of_offsets():
+    pool = small_pool()
+    model = SimpleNamespace(layers=[None] * 2)
+    requests = [build_paged_caches(model, pool, owner) for owner in (1, 2)]
+    batches = [PagedKVCache.merge(list(layer)) for layer in zip(*requests, strict=True)]
+    for n in range(3):
+        before = [batch.offset for batch in batches]
+        assert before[0] is before[1] is batches[0].offset
+        assert before[0].tolist() == [n, n]
+        for batch in batches:
+            step(batch, 1)
+        assert before[0].tolist() == [n, n]
+    for batch in batches:
+        batch.trim(1)
+    assert [batch.offset.tolist() for batch in batches] == [[2, 2], [2, 2]]
+    batches[0].filter([])
+    assert batches[0].offset.tolist() == []
 
 
 def test_even_requests_need_no_mask():

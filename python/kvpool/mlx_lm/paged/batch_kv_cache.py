@@ -235,7 +235,10 @@ class PagedBatchKVCache:
     def offset(self) -> mx.array:
         """Tokens of each request, an array."""
         self._settle()
-        return mx.array([row.offset for row in self._rows], dtype=mx.int32)
+        offsets = [row.offset for row in self._rows]
+        if not offsets:
+            return mx.array(offsets, dtype=mx.int32)
+        return self._rows[0]._group.array_of(offsets)
 
     def _settle(self) -> None:
         for row in self._rows:
