@@ -32,8 +32,8 @@ class PagedGroup(RequestGroup["PagedKVCache"]):
         return [cache for cache in super().members() if cache._group is self]
 
     def array_of(self, numbers: list[int]) -> mx.array:
-        """``numbers`` as an array, one for all layers of a step: what the host makes is fetched by a
-        GPU when it is first read."""
+        """``numbers`` as an array, one for all layers of a step: a GPU has to fetch what the host
+        makes."""
         if self._shown is None or self._shown[0] != numbers:
             self._shown = numbers, mx.array(numbers, dtype=mx.int32)
         return self._shown[1]
