@@ -264,10 +264,14 @@ void PagedLayerArrays::catch_up() {
 }
 
 bool PagedLayerArrays::await_blocks() const {
-  const core::BlockPoolAllocator& blocks = *layer_->group()->pool()->allocator();
-  const std::int64_t before = blocks.stats().blocks_in_use();
+  const cache::PagedPool& pool = *layer_->group()->pool();
+  const auto in_use = [&pool] {
+    return std::pair{pool.allocator()->stats().blocks_in_use(), pool.store().stats().used_bytes};
+  };
+  const auto before = in_use();
   mlx::core::synchronize(stream());
-  return blocks.stats().blocks_in_use() < before;
+  const auto after = in_use();
+  return after.first < before.first || after.second < before.second;
 }
 
 void PagedLayerArrays::settle() {

@@ -84,8 +84,8 @@ class PagedLayerArrays {
   /// Deals with them.
   void catch_up();
 
-  /// Waits for what this thread has put on its way, and says whether blocks came back meanwhile:
-  /// readers keep theirs until they have run.
+  /// Waits for what this thread has put on its way, and says whether blocks or bytes came back
+  /// meanwhile: readers keep theirs until they have run, and a demotion the larger page.
   bool await_blocks() const;
 
  private:
