@@ -35,7 +35,7 @@ class File {
 
   /// Of a file that nobody but this user and root can have written.
   std::optional<std::string> read() const {
-    struct stat status {};
+    struct stat status{};
     if (!is_open() || ::fstat(descriptor_, &status) != 0 || !S_ISREG(status.st_mode) ||
         (status.st_uid != ::geteuid() && status.st_uid != 0) ||
         (status.st_mode & (S_IWGRP | S_IWOTH)) != 0) {

@@ -12,8 +12,8 @@ namespace kvpool::mlx_ext::cuda {
 std::string_view kernel_source(std::string_view file);
 
 /// The function `name` of `file`, compiled with these macros ("NAME=value") when they are first
-/// asked for, unless an earlier process left the machine code on disk, and allowed `shared_bytes` of
-/// dynamic shared memory. Any thread.
+/// asked for, unless an earlier process left the machine code on disk, and allowed `shared_bytes`
+/// of dynamic shared memory. Any thread.
 CUfunc_st* kernel(std::string_view file, const char* name, const std::vector<std::string>& macros,
                   int shared_bytes = 0);
 
