@@ -10,6 +10,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from kvpool import models
 from kvpool.cli.loading import load
@@ -53,6 +54,14 @@ def beside() -> Iterator[ProcessPoolExecutor]:
 def smollm2() -> tuple[Any, Any]:
     """Model and tokenizer."""
     return load(str(folder_of("smollm2")), fp32=True)
+
+
+@pytest.fixture(scope="session")
+def smollm2_bf16() -> tuple[Any, Any]:
+    """The same in the precision that such models are published in."""
+    model, tokenizer = load(str(folder_of("smollm2")), fp32=True)
+    model.set_dtype(mx.bfloat16)
+    return model, tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import kvpool
-import mlx.core as mx
+from cache_kinds import ON_GPU, all_returned
 from kvpool import build_paged_caches
 from kvpool.memory import BlockPoolAllocator, PoolConfig, build_pooled_caches
-from mlx_lm.generate import generation_stream
 from stock import GEMMA3_PREFILL_STEP, GEMMA3_TOKENS, GEMMA3_WINDOW, decode
 
 
@@ -49,16 +48,15 @@ def test_paged_caches_past_the_window_give_the_same_tokens(gemma3, gemma3_prompt
             model, gemma3_prompt, GEMMA3_TOKENS, caches, prefill_step_size=GEMMA3_PREFILL_STEP
         )
     answered = kvpool.attention_stats().since(before)
-    assert answered.kernel == answered.total >= 18 * GEMMA3_TOKENS
+    assert answered.total >= 18 * GEMMA3_TOKENS
+    assert answered.kernel == (0 if ON_GPU else answered.total)  # a GPU gathers pages of fp32
     for index, cache in enumerate(caches):
         assert cache.window == (None if index % 6 == 5 else GEMMA3_WINDOW)
         n_blocks = 2 * -(-total // config.block_size)
         assert cache.n_blocks_held() <= (n_blocks if cache.window is None else 2 * 4)
     caches[0].check_invariants()
     caches[0].release()
-    mx.synchronize(generation_stream)  # mlx-lm computes one token that it never delivers
-    assert pool.stats.blocks_in_use() == 0
-    pool.check_invariants()
+    assert all_returned(pool)
     assert tokens == gemma3_stock.result()
 
 

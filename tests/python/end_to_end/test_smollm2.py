@@ -8,9 +8,10 @@ import kvpool
 import mlx.core as mx
 import mlx_lm
 import pytest
+from cache_kinds import ON_GPU, all_returned
 from kvpool.core.exceptions import BlockPoolExhaustedError
 from kvpool.memory import BlockPoolAllocator, PoolConfig, build_pooled_caches
-from mlx_lm.generate import generate_step, generation_stream, speculative_generate_step
+from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models.cache import trim_prompt_cache
 from stock import SMOLLM2_TOKENS, decode
 
@@ -46,12 +47,12 @@ def test_paged_caches_give_the_same_tokens(smollm2, smollm2_prompt, smollm2_stoc
     with kvpool.attention():
         tokens = decode(model, smollm2_prompt, n_tokens, caches)
     answered = kvpool.attention_stats().since(before)
-    assert answered.kernel == answered.total >= 30 * n_tokens
+    assert answered.total >= 30 * n_tokens
+    assert answered.kernel == (0 if ON_GPU else answered.total)  # a GPU gathers pages of fp32
     assert tokens == smollm2_stock.result()[:n_tokens]
     caches[0].check_invariants()
     caches[0].release()
-    mx.synchronize(generation_stream)  # mlx-lm computes one token that it never delivers
-    check_returned(pool)
+    assert all_returned(pool)
 
 
 def test_paged_caches_give_the_same_tokens_without_the_hook(smollm2, smollm2_prompt, smollm2_stock):
