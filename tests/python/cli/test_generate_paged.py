@@ -6,9 +6,10 @@ import re
 
 import kvpool
 import pytest
+from cache_kinds import ON_GPU
 from kvpool.cli import main
 from test_generate import N_PROMPT, field, run
-from tiny_folder import N_LAYERS
+from tiny_folder import HEAD_DIM, N_KEY_HEADS, N_LAYERS
 
 
 @pytest.fixture(autouse=True)
@@ -17,19 +18,35 @@ def no_hook_is_left():
     assert not kvpool.is_attention_installed()
 
 
+def calls_by(who: str, report: str) -> int:
+    found = re.findall(rf"([\d,]+) by {who}", field(report, "attention"))
+    return sum(int(number.replace(",", "")) for number in found)
+
+
 def test_it_says_who_attended_and_what_the_blocks_hold(tiny_model, capsys):
     assert run(tiny_model, "--max-tokens", "22", "--cache", "paged") == 0
     report = capsys.readouterr().out
     # One call a layer for the prompt's first tokens, its last one, and each token but the last.
-    calls = int(field(report, "attention").split()[0].replace(",", ""))
-    assert field(report, "attention") == f"{calls} by the kernels"
-    assert calls >= 22 * N_LAYERS
+    here, elsewhere = calls_by("the kernels", report), calls_by("mlx-lm", report)
+    assert here + elsewhere >= 22 * N_LAYERS
+    assert (here if ON_GPU else elsewhere) == 0  # a GPU gathers pages of fp32
     n_blocks = 2 * N_LAYERS * 2  # keys and values; 32 tokens lie in two blocks of 16
     assert field(report, "they hold") == f"fp32 in {n_blocks}"
-    a_token = N_LAYERS * 2 * 2 * 8 * 4  # keys and values, heads, dims, bytes
+    a_token = N_LAYERS * 2 * N_KEY_HEADS * HEAD_DIM * 4  # keys and values, heads, dims, bytes
     n_tokens = N_PROMPT + 22
     expected = 32 * a_token / n_tokens
     assert re.search(rf", {expected:,.0f} a token$", field(report, "bytes held"))
+    assert field(report, "after the release") == "0 in use"
+
+
+@pytest.mark.parametrize("format", ["fp16", "int4", "fp16/int8"])
+def test_kernels_of_every_device_read_halves_and_codes(tiny_model, format, capsys):
+    options = ["--max-tokens", "22", "--cache", "paged", "--format", format]
+    assert run(tiny_model, *options) == 0
+    report = capsys.readouterr().out
+    assert calls_by("the kernels", report) >= 21 * N_LAYERS
+    # A GPU gathers for a prompt, which has several queries.
+    assert calls_by("mlx-lm", report) <= (2 * N_LAYERS if ON_GPU else 0)
     assert field(report, "after the release") == "0 in use"
 
 

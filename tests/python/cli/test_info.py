@@ -23,7 +23,11 @@ def test_json_has_all_of_it(capsys, tmp_path):
     assert found["python"] == platform.python_version()
     assert found["mlx"]["version"] == mx.__version__
     assert found["mlx"]["backend"] in ("cpu", "metal", "cuda")
-    assert found["paged_caches"].split()[0] in ("cpu", "cuda", "gather")
+    backend, _, about = found["paged_caches"].partition(" ")
+    assert backend == {"cpu": "cpu", "cuda": "cuda", "metal": "gather"}[found["mlx"]["backend"]]
+    assert {"cpu": "kernels on the CPU", "cuda": "CUDA on ", "gather": "MLX's own"}[
+        backend
+    ] in about
     assert found["models_dir"] == str(tmp_path)
     assert found["models"] == {"smollm2": None, "gemma3": None}
 

@@ -17,7 +17,8 @@ _TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
-N_LAYERS = 2
+# Of dims that every device's kernels read.
+N_LAYERS, N_KEY_HEADS, HEAD_DIM = 2, 2, 64
 
 
 def write_tiny_model(folder: Path) -> None:
@@ -40,7 +41,8 @@ def write_tiny_model(folder: Path) -> None:
         "num_hidden_layers": N_LAYERS,
         "intermediate_size": 64,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_key_value_heads": N_KEY_HEADS,
+        "head_dim": HEAD_DIM,
         "rms_norm_eps": 1e-5,
         "vocab_size": len(tokens),
         "tie_word_embeddings": False,
