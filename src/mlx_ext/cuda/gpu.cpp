@@ -31,8 +31,11 @@ std::string find_fault() {
 }
 
 const std::string& fault() {
-  static const std::string text = find_fault();
-  return text;
+  // Never destroyed: another thread may ask while the process ends.
+  static const auto* const text = new std::string(find_fault());
+  static const auto* const in_child =
+      new std::string("a child of fork() cannot use its parent's GPU");
+  return text->empty() && cuda::Driver::get().in_child() ? *in_child : *text;
 }
 
 }  // namespace
