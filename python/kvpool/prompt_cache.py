@@ -216,7 +216,7 @@ def _block_size(where: str, caches: Iterable[Any]) -> int | None:
 
 
 def _refuse_other_model(where: str, caches: list[Any], model: Any) -> None:
-    expected = own_caches(model)
+    expected = own_caches(model, "load_prompt_cache")
     if len(caches) != len(expected):
         raise PromptCacheError(
             f"{where} does not fit the model: it has {len(caches)} layers, not {len(expected)}"

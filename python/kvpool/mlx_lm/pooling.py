@@ -9,6 +9,7 @@ from typing import Any
 from kvpool.memory.block_pool import BlockPoolAllocator
 from kvpool.mlx_lm.caches import build_pooled_caches
 from kvpool.mlx_lm.caches._arguments import checked_int, checked_pool
+from kvpool.mlx_lm.caches.build import own_caches
 
 _MISSING = object()
 
@@ -85,6 +86,7 @@ def pool_model(
         ValueError: ``step`` is below 1, or an option is out of range.
     """
     checked_pool("pool_model", pool)
+    own_caches(model, "pool_model")
     if not paged:
         if options:
             raise TypeError(f"[pool_model] {', '.join(options)} need paged=True")

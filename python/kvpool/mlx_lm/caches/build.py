@@ -50,7 +50,7 @@ def build_pooled_caches(
     where = "build_pooled_caches"
     group = CacheGroup(checked_pool(where, pool), checked_owner(where, owner))
     step = None if step is None else checked_int(where, "step", step, 1)
-    return [_pooled(cache, group, step) for cache in own_caches(model)]
+    return [_pooled(cache, group, step) for cache in own_caches(model, where)]
 
 
 def attach_caches(caches: Iterable[Any], pool: BlockPoolAllocator, owner: int = -1) -> None:
@@ -119,13 +119,19 @@ def attachable_among(caches: Iterable[Any]) -> list[Any]:
     return found
 
 
-def own_caches(model: Any) -> list[Any]:
-    """The caches that ``model`` asks for, mlx-lm's own."""
+def own_caches(model: Any, where: str) -> list[Any]:
+    """The caches that ``model`` asks for, mlx-lm's own.
+
+    Raises:
+        TypeError: ``model`` is something else; the message starts with ``where``.
+    """
     # The class's method first: an instance's may be the one that calls this function.
     if callable(make := getattr(type(model), "make_cache", None)):
         return make(model)
     if not hasattr(model, "layers") and hasattr(model, "model"):
         model = model.model
+    if not hasattr(model, "layers"):
+        raise TypeError(f"[{where}] model must be a model of mlx-lm, got {model!r}")
     asked = _asked.get()
     if id(model) in asked:
         return [KVCache() for _ in model.layers]

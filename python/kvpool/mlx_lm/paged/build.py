@@ -75,7 +75,7 @@ def build_paged_caches(
     except ValueError as error:
         raise ValueError(str(error).replace("[PagedPool::of]", f"[{where}]")) from None
     group = PagedGroup(pool, owner)
-    caches = [_paged(cache, group, page_format) for cache in own_caches(model)]
+    caches = [_paged(cache, group, page_format) for cache in own_caches(model, where)]
     _shape(model, caches)
     return caches
 
@@ -94,7 +94,7 @@ def _shape(model: Any, caches: list[Any]) -> None:
     MLX is lazy: one token, never evaluated, shows them whatever the architecture. A model that
     wants more than tokens shows them as it runs.
     """
-    probes = own_caches(model)
+    probes = own_caches(model, "build_paged_caches")
     unable = (AttributeError, IndexError, KeyError, TypeError, ValueError)
     with uncounted(), contextlib.suppress(*unable):
         model(mx.zeros((1, 1), mx.int32), cache=probes)
