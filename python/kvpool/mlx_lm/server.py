@@ -16,6 +16,7 @@ from typing import Any
 
 from mlx_lm import server
 
+from kvpool.memory._model_sizing import parse_memory
 from kvpool.memory.block_pool import BlockPoolAllocator, PoolConfig
 from kvpool.mlx_lm.paged import attention
 from kvpool.mlx_lm.pooling import PooledModel, pool_model
@@ -94,6 +95,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = {name: value for name, value in chosen.items() if value is not None}
     if chosen and not paged:
         parser.error("--pool-format, --pool-age-policy and --pool-backend need --pool-cache paged")
+    try:  # now, not when a model was loaded
+        parse_memory(options.pool_memory)
+        PoolConfig(block_size=options.pool_block_size)
+        if paged:
+            from kvpool.mlx_lm.paged.page_format import PageFormat
+
+            formats = chosen.get("format", "auto"), chosen.get("age_policy")
+            PageFormat.checked(parser.prog, *formats, None, None)
+    except ValueError as error:
+        parser.error(str(error))
 
     def make_pool(model: Any) -> BlockPoolAllocator:
         return BlockPoolAllocator(
