@@ -143,7 +143,11 @@ void bind_paged_layer(nb::module_& m) {
   m.def(
       "fetch_batch",
       [](const std::vector<PagedLayerArrays*>& layers) {
-        for (PagedLayerArrays* layer : layers) ready(*layer);
+        for (PagedLayerArrays* layer : layers) {
+          if (layer == nullptr)
+            throw InvalidArgument("[fetch_batch] layers must be PagedLayers, got None");
+          ready(*layer);
+        }
         return mlx_ext::fetch_batch(layers);
       },
       "layers"_a,

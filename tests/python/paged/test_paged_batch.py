@@ -122,3 +122,18 @@ def test_field_F9_before_anything_is_written_the_mask_counts_what_comes():
     assert mask.shape == (2, 1, 4, 4)
     assert mask[0, 0].tolist() == [[c <= q for c in range(4)] for q in range(4)]
     assert mask[1, 0, 0].tolist() == [False, False, False, True]
+
+
+def test_a_request_without_tokens_is_padding_alone():
+    pool = small_pool()
+    never, emptied = PagedKVCache(pool, 2), filled(pool, 3, 3)
+    emptied.trim(3)
+    batch = PagedKVCache.merge([filled(pool, 5, 1), never, emptied])
+    keys, _ = batch.keys_and_values()
+    assert keys[:, 0, :, 0].tolist() == [[0, 1, 2, 3, 4], [0] * 5, [0] * 5]
+    batch.prepare(lengths=[2, 0, 1])
+    keys, values = step(batch, 2)
+    assert keys[:, 1, :, 3].tolist() == [[0, 1, 2, 3, 4, 1000, 1001], [0] * 7, [0] * 6 + [1200]]
+    assert mx.array_equal(keys, values)
+    with pytest.raises(ValueError, match=r"\[fetch_batch\] layers must be PagedLayers, got None"):
+        _mlx.fetch_batch([None])

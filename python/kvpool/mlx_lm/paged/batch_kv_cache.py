@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import mlx.core as mx
 from kvpool import _mlx
 from kvpool.memory.block_pool import BlockPoolAllocator
 from kvpool.mlx_lm.caches._arguments import checked_buffers, checked_int
+from kvpool.mlx_lm.paged._group import PagedGroup
 from kvpool.mlx_lm.paged.kv_cache import PagedKVCache
 
 
@@ -101,7 +101,7 @@ class PagedBatchKVCache:
                     row.update_and_fetch(keys[i : i + 1], values[i : i + 1])
                 elif n > 0:
                     row.update_and_fetch(keys[i : i + 1, :, :n], values[i : i + 1, :, :n])
-            fetched: tuple[mx.array, mx.array] = _mlx.fetch_batch([r._layer for r in self._rows])
+            fetched = self._fetched()
         except BaseException:
             for row, offset in zip(self._rows, before, strict=True):
                 row._group.roll_back()
@@ -122,8 +122,22 @@ class PagedBatchKVCache:
         """What ``update_and_fetch`` last returned, anew; (None, None) while empty."""
         if self.empty():
             return None, None
-        fetched: tuple[mx.array, mx.array] = _mlx.fetch_batch([row._layer for row in self._rows])
-        return fetched
+        return self._fetched()
+
+    def _fetched(self) -> tuple[mx.array, mx.array]:
+        """The keys and values of all requests, of which one at least has tokens."""
+        holding = [not row.empty() for row in self._rows]
+        layers = [row._layer for row, holds in zip(self._rows, holding, strict=True) if holds]
+        keys, values = _mlx.fetch_batch(layers)
+        if all(holding):
+            return keys, values
+
+        def with_padding(array: mx.array) -> mx.array:
+            nothing = mx.zeros_like(array[:1])
+            found = iter(mx.split(array, len(layers)))
+            return mx.concatenate([next(found) if holds else nothing for holds in holding])
+
+        return with_padding(keys), with_padding(values)
 
     @property
     def keys(self) -> Any:
@@ -246,7 +260,7 @@ class PagedBatchKVCache:
 
     @property
     def left_padding(self) -> mx.array:
-        """Columns of the gathered arrays before the first token of each request, an array."""
+        """Columns before the first token of each request, as the next query finds them."""
         seen = [self._before(row) for row in self._rows]
         return mx.array([max(seen, default=0) - n for n in seen], dtype=mx.int32)
 
@@ -321,13 +335,22 @@ class PagedBatchKVCache:
             row.check_invariants()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedBatchKVCache:
-        """Forks of every request."""
-        twin = self._of([copy.deepcopy(row, memo) for row in self._rows])
+        """Forks of every request, which stay their owners', as in mlx-lm's batches that split."""
+        twin = self._of([row._fork(_twin_group(row._group, memo)) for row in self._rows])
         twin._to_come = None if self._to_come is None else list(self._to_come)
         return twin
 
     def __repr__(self) -> str:
         return f"PagedBatchKVCache(rows={self._rows!r})"
+
+
+def _twin_group(group: PagedGroup, memo: dict[Any, Any]) -> PagedGroup:
+    """The group for forks of a request's layers that are copied together."""
+    key = "forks of", id(group)
+    if key not in memo:
+        memo[key] = PagedGroup(group.pool, group.owner)
+    twin: PagedGroup = memo[key]
+    return twin
 
 
 def _refuse_unlike(where: str, caches: Sequence[PagedKVCache]) -> None:
