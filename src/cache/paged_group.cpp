@@ -156,8 +156,17 @@ void PagedGroup::throw_exhausted(const storage::ByteShortage& shortage, std::int
       shortage, owner_, fitting);
 }
 
+void PagedGroup::make_room_behind_windows(std::int64_t n_tokens) {
+  const auto windowed = [](const PagedLayer* layer) { return layer->spec_.window > 0; };
+  if (std::ranges::none_of(layers_, windowed) || fits(n_tokens)) return;
+  for (PagedLayer* layer : layers_) {
+    if (layer->drop_behind_window(layer->offset_)) layer->before_ = layer->offset_;
+  }
+}
+
 void PagedGroup::plan_step(std::int64_t n_tokens) {
   close_step();
+  make_room_behind_windows(n_tokens);
   const Demand need = demand(n_tokens);
   if (need.pairs > 0 && (layers_.size() > 1 || need.copies)) {
     // A single layer that only adds blocks allocates them in one call: nothing can come between.

@@ -417,13 +417,13 @@ bool PagedLayer::demote_block(int stream, std::int64_t entry, std::size_t level,
 // --- shrinking -----------------------------------------------------------------------------------
 
 // Blocks that no query from `position` on sees: of the step that has come, not the next one, which
-// may follow after this one is rolled back.
-void PagedLayer::drop_behind_window(std::int64_t position) noexcept {
-  if (spec_.window == 0) return;
+// may follow after this one is rolled back. Whether there were any.
+bool PagedLayer::drop_behind_window(std::int64_t position) noexcept {
+  if (spec_.window == 0) return false;
   const std::int64_t first_seen = position - spec_.window + 1;
   const std::int64_t n =
       std::min(std::max<std::int64_t>(first_seen, 0) / block_size() - first_block_, n_entries());
-  if (n <= 0) return;
+  if (n <= 0) return false;
   try {
     std::shared_ptr<PageTable> table = table_;
     if (table_->has_readers()) table = table_->clone(n, n_entries(), n_entries() + n);
@@ -435,8 +435,9 @@ void PagedLayer::drop_behind_window(std::int64_t position) noexcept {
       table_ = std::move(table);
     }
     first_block_ += n;
-  } catch (...) {  // NOLINT(bugprone-empty-catch)
-    // Out of memory: they go another time.
+    return true;
+  } catch (...) {
+    return false;  // out of memory: they go another time
   }
 }
 

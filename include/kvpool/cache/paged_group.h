@@ -103,6 +103,9 @@ class PagedGroup : public std::enable_shared_from_this<PagedGroup> {
   Demand demand(std::int64_t n_tokens) const;
   bool fits(std::int64_t n_tokens) const;
   void plan_step(std::int64_t n_tokens);
+  /// Where a step does not fit, gives back what its queries will not see: a window keeps what the
+  /// step before saw until the next one has moved. That one can be rolled back no more.
+  void make_room_behind_windows(std::int64_t n_tokens);
   void open_step() noexcept;
   void close_step() noexcept;
   void close_step_if_complete() noexcept;

@@ -130,7 +130,7 @@ class PagedLayer {
   void demote(int stream, AppendPlan::StreamPlan& plan);
   bool demote_block(int stream, std::int64_t entry, std::size_t level,
                     AppendPlan::StreamPlan& plan);
-  void drop_behind_window(std::int64_t position) noexcept;
+  bool drop_behind_window(std::int64_t position) noexcept;
   void cut(std::int64_t new_offset);
   void forget() noexcept;
   void check_invariants() const;

@@ -418,6 +418,8 @@ def test_field_D14_a_quantised_replacement_is_charged_and_the_old_blocks_go_back
     narrow = cache.to_quantized(group_size=64, bits=8)
     mx.eval(narrow.keys)
     assert (narrow.owner, narrow.offset) == (1, 20)
+    if narrow is cache:  # it is that narrow already
+        held = 0
     free = pool.n_free("k") + pool.n_free("v")
     del cache
     assert in_use(pool) == narrow.n_blocks_held() > 0

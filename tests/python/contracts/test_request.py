@@ -103,16 +103,18 @@ def test_fault_F29_every_block_of_the_documented_pool_can_be_used(kind, chunk):
 @pytest.mark.parametrize("make_model", [tiny_llama, tiny_gemma3, tiny_gpt_oss])
 def test_a_pool_sized_for_a_model_holds_the_tokens_it_was_sized_for(kind, make_model):
     model = make_model()
-    # A paged window keeps the last chunk until the next one has its blocks.
-    chunk = 128 if kind.paged else 64
-    config = PoolConfig.for_model(model, max_tokens=300, prefill_step=chunk, block_size=4)
+    config = PoolConfig.for_model(
+        model, max_tokens=300, prefill_step=64, block_size=4, paged=kind.paged
+    )
     own = SimpleNamespace(make_cache=lambda: make_prompt_cache(model))
-    caches = kind.by_default().build(own, BlockPoolAllocator(config))
-    for n in (64, 64, 64, 3, 1, 1, 64):
-        feed(caches, n)
-    while caches[0].offset < 300:
-        feed(caches, 1)
-    check(caches)
+    for chunks in ((64, 64, 64, 3, 1, 1, 64), (64, 64, 64, 64, 44)):
+        caches = kind.by_default().build(own, pool := BlockPoolAllocator(config))
+        for n in chunks:
+            feed(caches, n)
+        while caches[0].offset < 300:
+            feed(caches, 1)
+        check(caches)
+        assert pool.stats.n_exhausted == 0 or not kind.paged
 
 
 def test_a_request_that_does_not_fit_leaves_the_pool_to_others(kind):

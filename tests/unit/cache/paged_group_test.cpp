@@ -191,6 +191,26 @@ TEST(PagedGroup, field_F18_each_layer_has_a_window_of_its_own) {
   EXPECT_EQ(layers[1].error(), 0);
 }
 
+TEST(PagedGroup, a_step_that_does_not_fit_takes_what_lies_behind_its_window) {
+  const auto pool = make_pool(2 * 4);
+  PagedLayerSpec spec = small_spec();
+  spec.window = 8;
+  Cache cache = make_cache(pool, 1, spec);
+  for (int i = 0; i < 4; ++i) cache.append(8, 10 * i);  // a chunk, and what its first token sees
+  EXPECT_EQ(cache.error(), 0);
+  EXPECT_EQ(pool->blocks().stats().n_exhausted, 0);
+  // The step before is whole until one does not fit: then it can be rolled back no more.
+  EXPECT_EQ(cache.layer->first_position(), 16);
+  EXPECT_THROW(cache.append(12, 50), StepExhausted);
+  EXPECT_EQ(cache.layer->offset(), 32);
+  EXPECT_EQ(cache.layer->first_position(), 24);
+  EXPECT_EQ(cache.error(), 0);
+  EXPECT_THROW(cache.layer->roll_back(1), InvalidArgument);
+  cache.append(8, 60);
+  EXPECT_EQ(cache.error(), 0);
+  check_all(*pool);
+}
+
 TEST(PagedGroup, field_F23_layers_are_trimmed_by_one_amount) {
   const auto pool = make_pool(64);
   Request request(pool, 1, 3);
