@@ -4,7 +4,8 @@
 
 28 layers, 24 heads, 8 key heads of 128 dims, random bf16 weights. The cache is filled with random
 rows, then tokens are decoded as mlx-lm's generate_step does. Each variant runs in a process of its
-own. Memory is MLX's peak while it decodes plus, for paged caches, the pages.
+own. Memory is MLX's peak while it decodes plus, for paged caches, the peak of kvpool's own memory
+on the device: pages, tables, gathered keys and values, scratch.
 """
 
 from __future__ import annotations
@@ -86,6 +87,8 @@ def decode(
             mx.eval(cache.state)
     mx.clear_cache()
     mx.reset_peak_memory()
+    if pool is not None:
+        extension.reset_peak_gpu_memory()
 
     def step(token: mx.array) -> mx.array:
         return mx.argmax(model(token[None], cache=caches)[:, -1, :], axis=-1)
@@ -119,8 +122,7 @@ def decode(
         if prefill:
             result["prefill_s"] = seconds_of_prefill
         if pool is not None:
-            committed = extension.PagedPool.of(pool).committed_bytes
-            result["peak_gb"] += committed / 1e9
+            result["peak_gb"] += extension.gpu_memory()[1] / 1e9
         return result
 
     if pool is None:
