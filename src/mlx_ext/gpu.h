@@ -40,6 +40,10 @@ bool is_gpu_memory(const storage::SlabMemory* memory) noexcept;
 /// The device's page tables of a layer.
 std::shared_ptr<cuda::PageTables> make_tables();
 
+/// The kernels take one query a sequence: a chunk of so many is as many sequences over the same
+/// pages, which a GPU reads from its cache; a larger one is better gathered.
+inline constexpr std::int64_t kMostQueries = 8;
+
 /// Why attention over such pages is not answered; empty where it is.
 std::string_view why_not(const VisibleBatch& batch, Which keys, Which values,
                          std::int64_t n_queries, bool has_mask);

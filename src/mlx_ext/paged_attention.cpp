@@ -78,6 +78,22 @@ std::string_view why_not(const array& queries, const array& keys, const array& v
   return {};
 }
 
+/// Each query of a chunk as a sequence of its own, query after query. Under a causal mask each sees
+/// one token more than the query before it.
+std::shared_ptr<const VisibleBatch> sequence_a_query(const VisibleBatch& batch,
+                                                     std::int64_t n_queries, bool causal) {
+  auto folded = std::make_shared<VisibleBatch>();
+  for (const VisibleRows& rows : batch) {
+    for (std::int64_t after = n_queries - 1; after >= 0; --after) {
+      folded->push_back(rows);
+      if (!causal) continue;
+      folded->back().n_after = after;
+      folded->back().n_rows -= after;
+    }
+  }
+  return folded;
+}
+
 }  // namespace
 
 void PagedAttention::eval_cpu(const std::vector<array>& inputs, array& output) {
@@ -114,12 +130,30 @@ Attended attend(const array& queries, const array& keys, const array& values, fl
   options.has_sinks = sinks.has_value();
   const mlx::core::Stream stream = page_stream(*from->batch()->front().pool);
   const mlx::core::Dtype dtype = mlx::core::result_type({queries, keys, values});
-  std::vector<array> inputs = keys.inputs();  // the order tokens
-  inputs.push_back(mlx::core::astype(queries, dtype, stream));
+  const std::vector<array>& tokens = keys.inputs();  // that order who reads and writes the pages
+  std::vector<array> inputs = tokens;
+  array given = mlx::core::astype(queries, dtype, stream);
+  std::shared_ptr<const VisibleBatch> batch = from->batch();
+  const int n_queries = queries.shape(2);
+  const bool folds = n_queries > 1 && backend_of(*batch->front().pool) == Backend::kCuda;
+  if (folds) {
+    batch = sequence_a_query(*batch, n_queries, options.causal);
+    options.causal = false;
+    inputs.clear();
+    for (const array& token : tokens) inputs.insert(inputs.end(), n_queries, token);
+    given = mlx::core::reshape(mlx::core::transpose(given, {0, 2, 1, 3}, stream),
+                               {-1, queries.shape(1), 1, queries.shape(3)}, stream);
+  }
+  inputs.push_back(given);
   if (mask_array) inputs.push_back(*mask_array);
   if (sinks) inputs.push_back(mlx::core::astype(*sinks, mlx::core::float32, stream));
-  return array({queries.shape(0), queries.shape(1), queries.shape(2), values.shape(3)}, dtype,
-               std::make_shared<PagedAttention>(stream, from->batch(), options), std::move(inputs));
+  const int value_dim = values.shape(3);
+  array answer({given.shape(0), given.shape(1), given.shape(2), value_dim}, dtype,
+               std::make_shared<PagedAttention>(stream, batch, options), std::move(inputs));
+  if (!folds) return answer;
+  answer = mlx::core::reshape(answer, {queries.shape(0), n_queries, queries.shape(1), value_dim},
+                              stream);
+  return mlx::core::transpose(answer, {0, 2, 1, 3}, stream);
 }
 
 }  // namespace kvpool::mlx_ext

@@ -15,16 +15,19 @@ namespace cuda {
 class PageTables;
 }
 
-/// One sequence as a reader sees it: the newest `n_rows` tokens of the view. A window leaves older
-/// ones in the first pages that no query is to see.
+/// One sequence as a reader sees it: the newest `n_rows` tokens of the view, but for `n_after`. A
+/// window leaves older ones in the first pages that no query is to see.
 struct VisibleRows {
   std::shared_ptr<cache::PagedPool> pool;  // its threads attend
   std::shared_ptr<const cache::PageView> view;
   std::int64_t n_rows = 0;
   std::shared_ptr<cuda::PageTables> tables;  // of a layer whose pages lie on a GPU
+  /// Tokens that come after the query of this reader; for attention on a GPU alone.
+  std::int64_t n_after = 0;
 
-  /// Tokens of the view that stay out of sight.
-  std::int64_t hidden() const noexcept { return view->length() - n_rows; }
+  std::int64_t end() const noexcept { return view->length() - n_after; }
+  /// The first tokens of the view, which stay out of sight.
+  std::int64_t hidden() const noexcept { return end() - n_rows; }
 };
 
 /// The sequences of a batch. The arrays of keys and of values that come from one call share one:

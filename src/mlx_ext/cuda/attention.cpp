@@ -11,6 +11,7 @@
 #include <string>
 #include <utility>
 
+#include "../gpu.h"
 #include "driver.h"
 #include "kernels.h"
 #include "kvpool/mlx_ext/dtypes.h"
@@ -174,7 +175,9 @@ std::string_view why_not(const VisibleBatch& batch, Which keys, Which values,
   constexpr unsigned kCovered =
       1u << static_cast<unsigned>(Format::kFp16) | 1u << static_cast<unsigned>(Format::kBf16) |
       1u << static_cast<unsigned>(Format::kInt8) | 1u << static_cast<unsigned>(Format::kInt4);
-  if (n_queries != 1) return "several queries on the GPU: gathered, then ordinary attention";
+  if (n_queries > gpu::kMostQueries) {
+    return "more than 8 queries on the GPU: gathered, then ordinary attention";
+  }
   if (has_mask) return "a mask on the GPU";
   if (((formats_of(batch, keys) | formats_of(batch, values)) & ~kCovered) != 0) {
     return "pages of a format that the GPU's kernel does not read";
@@ -228,7 +231,7 @@ void add_attention(const VisibleBatch& batch, const PagedAttention::Options& opt
       const auto& [keys, values] = tables[first + i];
       sequences[i].key_pages = options.keys == Which::kKeys ? keys : values;
       sequences[i].value_pages = options.values == Which::kKeys ? keys : values;
-      sequences[i].n_tokens = static_cast<std::int32_t>(rows.view->length());
+      sequences[i].n_tokens = static_cast<std::int32_t>(rows.end());
       sequences[i].first_token = static_cast<std::int32_t>(rows.hidden());
     }
     const auto splits = split(sequences, columns, most_splits);

@@ -45,7 +45,7 @@ def test_kernels_of_every_device_read_halves_and_codes(tiny_model, format, capsy
     assert run(tiny_model, *options) == 0
     report = capsys.readouterr().out
     assert calls_by("the kernels", report) >= 21 * N_LAYERS
-    # A GPU gathers for a prompt, which has several queries.
+    # A GPU gathers for a prompt of more than eight tokens.
     assert calls_by("mlx-lm", report) <= (2 * N_LAYERS if ON_GPU else 0)
     assert field(report, "after the release") == "0 in use"
 

@@ -124,8 +124,8 @@ class Backend:
             return "no kernels that read pages on this device"
         if self.name == "cpu":
             return None
-        if n_queries > 1:
-            return "several queries on the GPU"
+        if n_queries > 8:
+            return "more than 8 queries on the GPU"
         if has_mask:
             return "a mask on the GPU"
         if not {"fp16", "bf16", "int8", "int4"}.issuperset(pages.formats):

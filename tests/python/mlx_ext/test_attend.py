@@ -249,6 +249,28 @@ def test_sequences_of_unequal_length_in_one_call(
             assert not shown[i, :, : 1000 - n].any()
 
 
+@pytest.mark.parametrize("kind", ["fp16", "int4", "aging"])
+@pytest.mark.parametrize("n_queries", [2, 5])
+def test_chunks_of_sequences_of_unequal_length(backend: Backend, kind: str, n_queries: int) -> None:
+    pages = KINDS[kind]
+    lengths = [n_queries, 40, 333]
+    pool = backend.used_pool(pages, sum(lengths))
+    sequences = [Sequence(backend, pages, n, i, pool) for i, n in enumerate(lengths)]
+    queries = pages.queries(n=n_queries, batch=3)
+    mask: Any = "causal"
+    if backend.why_gathered(pages, n_queries):
+        columns = mx.arange(333)
+        visible = columns[None, None] <= mx.arange(333 - n_queries, 333)[None, :, None]
+        mask = visible & (columns >= mx.array([333 - n for n in lengths])[:, None, None])
+        mask = mask[:, None]
+    fetched = extension.fetch_batch([s.layer for s in sequences])
+    answer = backend.attend(pages, queries, fetched, SCALE, mask)
+    for i, sequence in enumerate(sequences):
+        right = oracle.attention(queries[i : i + 1], *sequence.held(), SCALE, "causal")
+        allowed = backend.tolerance(pages, answer.dtype)
+        assert oracle.error(answer[i : i + 1], right) < allowed
+
+
 @pytest.mark.parametrize("kind", ["bf16", "int8", "aging"])
 def test_forks_and_trims(backend: Backend, kind: str) -> None:
     sequence = Sequence(backend, KINDS[kind], 330)
