@@ -1,6 +1,6 @@
 """What narrower pages cost a real model: perplexity and greedy agreement against bytes a token.
 
-python benchmarks/paged_quality.py [--model smollm2 --model gemma3] [--only TEXT] [--json FILE]
+python benchmarks/paged_quality.py [--model smollm2 --model gemma3] [--only REGEX] [--json FILE]
 
 A model with fp32 weights reads data/quality_text.txt in chunks; every chunk attends over what its
 cache kept of the ones before. Compared are paged caches of each format, some age policies, some
@@ -18,7 +18,8 @@ says over the reference:
 
 Bytes a token are those of all layers at the end of the text; mlx-lm's are what its codes and its
 scales of half precision would take, and its window layers' fp16 rows, which it does not
-quantise. Draws docs/paged_quality.svg and writes docs/paged_quality.json unless told otherwise.
+quantise. Draws docs/paged_quality.svg and writes docs/paged_quality.json unless told otherwise, as
+it goes: what is measured takes the place of what the file has for the same cache and model.
 """
 
 # ruff: noqa: E402
@@ -26,8 +27,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,7 @@ GROUP = 64
 MODELS = ("smollm2", "gemma3")
 # Which models go on freely: from N_PASSAGES passages of PASSAGE tokens each, for CONTINUATION more.
 FREE = ("smollm2",)
-N_PASSAGES, PASSAGE, CONTINUATION = 8, 512, 64
+N_PASSAGES, PASSAGE, CONTINUATION = 4, 384, 48
 BLOCK_SIZE = 32
 
 
@@ -177,15 +179,15 @@ def compare(answers: list[list[int]], expected: list[list[int]]) -> tuple[float,
     return sum(prefixes) / len(same), sum(map(sum, same)) / sum(map(len, same))
 
 
-def measure(name: str, only: str) -> list[Point]:
+def measure(name: str, only: str) -> Iterator[Point]:
+    """The reference, and the contestants whose names ``only`` is found in."""
     model, tokenizer = load(name, fp32=True)
     tokens = tokenizer.encode(TEXT.read_text())[:MAX_TOKENS]
-    points = []
 
     reference = paged("fp32", format="fp32")
     expected: list[int] = []
     expected_answers: list[list[int]] = []
-    for setup in [reference, *(setup for setup in setups() if only in setup.name)]:
+    for setup in [reference, *(setup for setup in setups() if re.search(only, setup.name))]:
         begin = time.perf_counter()
         with attention():
             caches = setup.make(model)
@@ -195,7 +197,7 @@ def measure(name: str, only: str) -> list[Point]:
         if setup is reference:
             expected, expected_answers = likely, answers
         same = sum(a == b for a, b in zip(likely, expected, strict=True)) / len(likely)
-        point = Point(
+        yield Point(
             name,
             setup.name,
             setup.family,
@@ -206,9 +208,6 @@ def measure(name: str, only: str) -> list[Point]:
             time.perf_counter() - begin,
             *(compare(answers, expected_answers) if answers else ()),
         )
-        points.append(point)
-        print(describe(point), flush=True)
-    return points
 
 
 def describe(point: Point) -> str:
@@ -268,13 +267,31 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", action="append", help="a known model or a folder; may repeat")
-    parser.add_argument("--only", default="", help="caches whose name contains this")
+    parser.add_argument("--only", default="", help="caches whose name this is found in")
     parser.add_argument("--json", type=Path, default=OUTPUT, help="default %(default)s")
     options = parser.parse_args()
-    points = [p for name in options.model or MODELS for p in measure(name, options.only)]
-    report = {"machine": machine(), "points": [asdict(point) for point in points]}
-    options.json.write_text(json.dumps(report, indent=1) + "\n")
-    draw(points, options.json.with_suffix(".svg"))
+    points = read_points(options.json)
+    for name in options.model or MODELS:
+        for point in measure(name, options.only):
+            print(describe(point), flush=True)
+            points[point.model, point.cache] = point
+            report = {"machine": machine(), "points": [asdict(p) for p in in_order(points)]}
+            options.json.write_text(json.dumps(report, indent=1) + "\n")
+    draw(in_order(points), options.json.with_suffix(".svg"))
+
+
+def read_points(file: Path) -> dict[tuple[str, str], Point]:
+    known = json.loads(file.read_text())["points"] if file.exists() else []
+    return {(point["model"], point["cache"]): Point(**point) for point in known}
+
+
+def in_order(points: dict[tuple[str, str], Point]) -> list[Point]:
+    """As they are listed here, whatever the order in which they were measured."""
+    names = ["fp32", *(setup.name for setup in setups())]
+    return sorted(
+        points.values(),
+        key=lambda p: (MODELS.index(p.model) if p.model in MODELS else 99, names.index(p.cache)),
+    )
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from kvpool.core.exceptions import (
     OwnerAlreadyActiveError,
     PromptCacheError,
     QuantizerConfigError,
+    RequestTooLargeError,
 )
 from kvpool.memory.block_pool import AllocationStats, Block, BlockPoolAllocator, PoolConfig
 
@@ -69,6 +70,7 @@ __all__ = [
     "PooledKVCache",
     "PromptCacheError",
     "QuantizerConfigError",
+    "RequestTooLargeError",
     "__version__",
     "attention",
     "attention_stats",

@@ -16,6 +16,7 @@ __all__ = [
     "OwnerAlreadyActiveError",
     "PromptCacheError",
     "QuantizerConfigError",
+    "RequestTooLargeError",
 ]
 
 
@@ -50,6 +51,11 @@ class OwnerAlreadyActiveError(ValueError):
 class PromptCacheError(ValueError):
     """A file of a saved prompt is damaged, or fits neither the pool nor the model it is loaded for;
     or caches cannot be saved. Nothing was charged."""
+
+
+class RequestTooLargeError(ValueError):
+    """A pool could not hold a request's prompt and answer even if it held nothing else; the request
+    was not taken."""
 
 
 class QuantizerConfigError(ValueError):

@@ -1,5 +1,8 @@
 """A block pool behind mlx-lm: in scripts, in batches and in its server."""
 
+from typing import TYPE_CHECKING
+
+from kvpool._lazy import lazy_attributes
 from kvpool.mlx_lm.caches import (
     PoolBackedBatchKVCache,
     PoolBackedBatchRotatingKVCache,
@@ -12,7 +15,11 @@ from kvpool.mlx_lm.caches import (
 )
 from kvpool.mlx_lm.pooling import PooledModel, pool_model
 
+if TYPE_CHECKING:
+    from kvpool.mlx_lm.admission import PagedBatchGenerator
+
 __all__ = [
+    "PagedBatchGenerator",
     "PoolBackedBatchKVCache",
     "PoolBackedBatchRotatingKVCache",
     "PoolBackedKVCache",
@@ -24,3 +31,10 @@ __all__ = [
     "pool_model",
     "rewind_step",
 ]
+
+_LAZY = {"PagedBatchGenerator": "kvpool.mlx_lm.admission"}  # brings all of mlx_lm.generate
+__getattr__ = lazy_attributes(__name__, _LAZY)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvpool.memory.block_pool import BlockPoolAllocator
 from kvpool.mlx_lm.caches import build_pooled_caches
 from kvpool.mlx_lm.caches._arguments import checked_int, checked_pool
 from kvpool.mlx_lm.caches.build import own_caches
+
+if TYPE_CHECKING:
+    from kvpool.mlx_lm.admission import Admission
 
 _MISSING = object()
 
@@ -18,16 +21,29 @@ class PooledModel:
     """A model whose requests are charged to a pool, until ``undo`` or the end of a ``with``.
 
     Made by ``pool_model``.
+
+    Attributes:
+        admission: Who may begin, where the caches are paged: see ``PagedBatchGenerator``.
     """
 
     def __init__(
-        self, model: Any, pool: BlockPoolAllocator, build: Callable[..., list[Any]], **options: Any
+        self,
+        model: Any,
+        pool: BlockPoolAllocator,
+        build: Callable[..., list[Any]],
+        admission: Admission | None = None,
+        **options: Any,
     ) -> None:
         self.model = model
         self.pool = pool
+        self.admission = admission
         self._before = vars(model).get("make_cache", _MISSING)
-        self._make_cache = lambda: build(model, pool, pool.new_owner(), **options)
-        model.make_cache = self._make_cache
+        self._build, self._options = build, options
+        # Whoever has the model finds this object by it.
+        self._installed = model.make_cache = self._make_cache
+
+    def _make_cache(self) -> list[Any]:
+        return self._build(self.model, self.pool, self.pool.new_owner(), **self._options)
 
     def undo(self) -> None:
         """Gives the model back the caches that it had; requests under way keep theirs.
@@ -35,7 +51,7 @@ class PooledModel:
         Raises:
             RuntimeError: Another ``make_cache`` was put in place since: undo that one first.
         """
-        if vars(self.model).get("make_cache") is not self._make_cache:
+        if vars(self.model).get("make_cache") is not self._installed:
             raise RuntimeError("[PooledModel::undo] the model has another make_cache now")
         if self._before is _MISSING:
             del self.model.make_cache
@@ -95,7 +111,9 @@ def pool_model(
         return PooledModel(model, pool, build_pooled_caches, step=step)
     if step is not None:
         raise TypeError(f"[pool_model] paged caches have no step, got {step!r}")
+    from kvpool.mlx_lm.admission import Admission
     from kvpool.mlx_lm.paged import build_paged_caches
 
-    build_paged_caches(model, pool, 0, **options)  # refuses options now, not at the first request
-    return PooledModel(model, pool, build_paged_caches, **options)
+    # Refuses options now, not at the first request.
+    caches = build_paged_caches(model, pool, 0, **options)
+    return PooledModel(model, pool, build_paged_caches, Admission(pool, caches), **options)

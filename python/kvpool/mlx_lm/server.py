@@ -4,24 +4,40 @@
 
 All other options are those of ``mlx_lm.server``. Requests are served in batches as usual; the
 prompts that the server keeps for reuse (``--prompt-cache-size``) are charged to the pool, too.
+
+With paged caches the pool cannot run out under requests: one begins when there is room for its
+prompt and ``max_tokens`` more, waits in order until then, and is refused (HTTP status 413) where
+the whole pool has too little. ``GET /metrics`` says how many wait, and what the pool holds.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from mlx_lm import server
+from mlx_lm.models.cache import LRUPromptCache
 
+from kvpool.core.exceptions import RequestTooLargeError
 from kvpool.memory._model_sizing import parse_memory
 from kvpool.memory.block_pool import BlockPoolAllocator, PoolConfig
+from kvpool.mlx_lm.admission import Admission, PagedBatchGenerator
 from kvpool.mlx_lm.paged import attention
 from kvpool.mlx_lm.pooling import PooledModel, pool_model
 
-__all__ = ["PooledModelProvider", "main"]
+__all__ = [
+    "PooledHandler",
+    "PooledModelProvider",
+    "PooledResponseGenerator",
+    "main",
+    "pooled_parts",
+]
+
+METRICS_PREFIX = "kvpool_block_pool"
 
 
 class PooledModelProvider(server.ModelProvider):
@@ -42,16 +58,90 @@ class PooledModelProvider(server.ModelProvider):
         super().__init__(cli_args)
         self._make_pool, self._options = make_pool, options
         self.pooled: PooledModel | None = None
+        self.kept: LRUPromptCache | None = None
 
     def _load(self, *paths: str | None) -> None:
         self.pooled = None
         super()._load(*paths)
         self.pooled = pool_model(self.model, self._make_pool(self.model), **self._options)
+        if self.admission is not None:
+            self.admission.kept = self.kept
 
     @property
     def pool(self) -> BlockPoolAllocator | None:
         """The pool of the model that is loaded."""
         return None if self.pooled is None else self.pooled.pool
+
+    @property
+    def admission(self) -> Admission | None:
+        """Who may begin, where the caches of the model are paged."""
+        return None if self.pooled is None else self.pooled.admission
+
+
+class PooledResponseGenerator(server.ResponseGenerator):
+    """A ``mlx_lm.server.ResponseGenerator`` that refuses what the pool could never hold.
+
+    Args:
+        model_provider: Whose models are pooled.
+        prompt_cache: Keeps prompts for requests to come, as long as nobody needs their blocks.
+    """
+
+    def __init__(self, model_provider: PooledModelProvider, prompt_cache: LRUPromptCache) -> None:
+        model_provider.kept = prompt_cache
+        super().__init__(model_provider, prompt_cache)
+
+    def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
+        """Where mlx-lm first knows a request's tokens, and takes an exception for its answer."""
+        tokenized = super()._tokenize(tokenizer, request, args)
+        if (admission := self.model_provider.admission) is not None:
+            prompt, *_, vision = tokenized
+            chunk = self.cli_args.prefill_step_size
+            admission.check(len(prompt), args.max_tokens, chunk=chunk)
+            if vision is not None or not self._is_batchable(args):
+                admission.make_room(len(prompt) + args.max_tokens, chunk=chunk)
+        return tokenized
+
+
+class PooledHandler(server.APIHandler):
+    """A ``mlx_lm.server.APIHandler`` that knows of refused requests and of ``GET /metrics``."""
+
+    def _set_completion_headers(self, status_code: int = 200) -> None:
+        # mlx-lm answers 404 to whatever went wrong before the first token.
+        refused = isinstance(sys.exc_info()[1], RequestTooLargeError)
+        super()._set_completion_headers(413 if refused else status_code)
+
+    def do_GET(self) -> None:
+        provider = self.response_generator.model_provider
+        if self.path != "/metrics" or provider.pool is None:
+            super().do_GET()
+            return
+        text = provider.pool.stats.to_prometheus(prefix=METRICS_PREFIX)
+        if provider.admission is not None:
+            text += provider.admission.stats.to_prometheus(f"{METRICS_PREFIX}_requests")
+        self.send_response(200)
+        self.send_header("Content-type", "text/plain; version=0.0.4")
+        self._set_cors_headers()
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+
+@contextmanager
+def pooled_parts(make_provider: Callable[[argparse.Namespace], Any]) -> Iterator[None]:
+    """Lets ``mlx_lm.server`` build itself from the parts here for the time of a ``with`` block."""
+    parts = {
+        "ModelProvider": make_provider,
+        "ResponseGenerator": PooledResponseGenerator,
+        "BatchGenerator": PagedBatchGenerator,
+        "_run_http_server": functools.partial(server._run_http_server, handler_class=PooledHandler),
+    }
+    before = {name: getattr(server, name) for name in parts}
+    try:
+        for name, part in parts.items():
+            setattr(server, name, part)
+        yield
+    finally:
+        for name, part in before.items():
+            setattr(server, name, part)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -117,16 +207,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
         )
 
-    stock, argv = server.ModelProvider, sys.argv
-    server.ModelProvider = lambda cli_args: PooledModelProvider(
-        cli_args, make_pool, paged=paged, **chosen
-    )
-    sys.argv = [parser.prog, *others]
+    def make_provider(cli_args: argparse.Namespace) -> PooledModelProvider:
+        return PooledModelProvider(cli_args, make_pool, paged=paged, **chosen)
+
+    argv, sys.argv = sys.argv, [parser.prog, *others]
     try:
-        with attention() if paged else nullcontext():
+        with pooled_parts(make_provider), attention() if paged else nullcontext():
             server.main()
     finally:
-        server.ModelProvider, sys.argv = stock, argv
+        sys.argv = argv
 
 
 if __name__ == "__main__":

@@ -39,20 +39,26 @@ def options(tmp_path, monkeypatch) -> argparse.Namespace:
 class Running:
     """A server in this process, at a free port."""
 
-    def __init__(self, provider: server.ModelProvider) -> None:
+    def __init__(
+        self, provider: server.ModelProvider, handler: type[server.APIHandler] = server.APIHandler
+    ) -> None:
         self.kept = server.LRUPromptCache(provider.cli_args.prompt_cache_size)
         self.generator = server.ResponseGenerator(provider, self.kept)
         self.http = ThreadingHTTPServer(
             ("127.0.0.1", 0),
-            lambda *args: server.APIHandler(self.generator, *args, system_fingerprint="tests"),
+            lambda *args: handler(self.generator, *args, system_fingerprint="tests"),
         )
         self.thread = threading.Thread(target=self.http.serve_forever)
         self.thread.start()
 
-    def ask(self, prompt: str) -> str:
-        body = {"prompt": prompt, "max_tokens": N_TOKENS, "temperature": 0.0}
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.http.server_port}"
+
+    def ask(self, prompt: str, **options: Any) -> str:
+        body = {"prompt": prompt, "max_tokens": N_TOKENS, "temperature": 0.0, **options}
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self.http.server_port}/v1/completions",
+            f"{self.address}/v1/completions",
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
@@ -76,8 +82,8 @@ class Running:
 
 
 @contextlib.contextmanager
-def serving(provider: server.ModelProvider) -> Iterator[Running]:
-    running = Running(provider)
+def serving(provider: server.ModelProvider, **options: Any) -> Iterator[Running]:
+    running = Running(provider, **options)
     try:
         yield running
     finally:
