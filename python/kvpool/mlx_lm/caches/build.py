@@ -130,7 +130,7 @@ def own_caches(model: Any, where: str) -> list[Any]:
         return make(model)
     if not hasattr(model, "layers") and hasattr(model, "model"):
         model = model.model
-    if not hasattr(model, "layers"):
+    if not hasattr(model, "layers") and not hasattr(model, "make_cache"):
         raise TypeError(f"[{where}] model must be a model of mlx-lm, got {model!r}")
     asked = _asked.get()
     if id(model) in asked:
