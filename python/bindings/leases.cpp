@@ -102,7 +102,7 @@ void bind_leases(nb::module_& m) {
       .def("set_formats", &LayerLease::set_formats, "keys"_a, "values"_a)
       .def("supersede", &LayerLease::supersede, "growth"_a, "format"_a,
            "A new layer in this one's place; this one becomes a group of its own.")
-      .def("copy_into", &LayerLease::copy_into, "group"_a,
+      .def("copy_into", &LayerLease::copy_into, "group"_a, "call"_a,
            "A copy at the end of another group, charged there.");
 }
 

@@ -232,7 +232,8 @@ std::unique_ptr<LayerLease> LayerLease::supersede(const BufferGrowth& growth,
   return heir;
 }
 
-std::unique_ptr<LayerLease> LayerLease::copy_into(std::shared_ptr<LeaseGroup> group) const {
+std::unique_ptr<LayerLease> LayerLease::copy_into(std::shared_ptr<LeaseGroup> group,
+                                                  const char* call) const {
   LeaseGroup::Layer copied(nullptr, 0, layer_->growth);
   bool in_step = false;
   bool writing = false;
@@ -256,7 +257,7 @@ std::unique_ptr<LayerLease> LayerLease::copy_into(std::shared_ptr<LeaseGroup> gr
   }
   std::unique_ptr<LayerLease> copy(new LayerLease(std::move(group), copied.growth));
   copy->layer_->lease.set_formats(key_format, value_format);
-  copy->replace(batch, copied.now);
+  copy->replace(batch, copied.now, call);
   copy->set_padding(padding_first, std::move(padding));
   const std::lock_guard lock(copy->group_->mutex_);
   copy->layer_->before = copied.before;

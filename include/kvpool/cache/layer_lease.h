@@ -69,8 +69,10 @@ class LayerLease {
   /// This one becomes a group of its own; where the pool is too full for both, it gives its blocks
   /// to the new one and is empty.
   std::unique_ptr<LayerLease> supersede(const BufferGrowth& growth, std::string_view format);
-  /// A copy of the layer at the end of `group`, charged there. Throws StepExhausted.
-  std::unique_ptr<LayerLease> copy_into(std::shared_ptr<LeaseGroup> group) const;
+  /// A copy of the layer at the end of `group`, charged there. Throws StepExhausted, with `call` at
+  /// the start of its message.
+  std::unique_ptr<LayerLease> copy_into(std::shared_ptr<LeaseGroup> group,
+                                        const char* call = "LayerLease::copy_into") const;
 
  private:
   LayerLease(std::shared_ptr<LeaseGroup> group, LeaseGroup::Layer* layer) noexcept

@@ -83,7 +83,8 @@ class PooledLayerCache(RequestCache):
     def _attach_to(self, group: CacheGroup) -> Callable[[], None]:
         loose, own_group = self._lease, self._group
         lease = _native.LayerLease(group.ledger, self._growth(group.pool))
-        lease.replace(loose.batch, loose.offset, loose.rows, loose.index)
+        where = self._where("attach")
+        lease.replace(loose.batch, loose.offset, loose.rows, loose.index, where)
         self._tag(lease)
         self._join(group, lease)
         return lambda: self._join(own_group, loose)
@@ -106,7 +107,7 @@ class PooledLayerCache(RequestCache):
 
     def _copied_lease(self, group: CacheGroup) -> _native.LayerLease:
         """A lease in ``group`` for a copy of this cache."""
-        return self._lease.copy_into(group.ledger)
+        return self._lease.copy_into(group.ledger, self._where("__deepcopy__"))
 
     # --- what is charged --------------------------------------------------------------------------
 
@@ -233,7 +234,7 @@ class PooledLayerCache(RequestCache):
         lease = self._lease
         if (rows, batch) != (self._rows, lease.batch):
             offset = min(lease.offset, rows)
-            lease.replace(batch, offset, rows, min(lease.index, rows))
+            lease.replace(batch, offset, rows, min(lease.index, rows), self._where("keys"))
         self._keys, self._values, self._rows = keys, values, rows
         self._fitting = None
 

@@ -42,7 +42,7 @@ class LinearLayerCache(PooledLayerCache):
         batch, rows = (0, 0) if keys is None else self._sizes(keys)
         offset = rows if offset is None else checked_int(where, "offset", offset, 0, rows)
         self._settle()
-        self._lease.replace(batch, offset, rows, offset)
+        self._lease.replace(batch, offset, rows, offset, where)
         self._clear()
         if rows > 0:
             self._keys, self._values, self._rows = self._view(keys), self._view(values), rows

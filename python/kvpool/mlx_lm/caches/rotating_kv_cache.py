@@ -199,7 +199,7 @@ class PoolBackedRotatingKVCache(PooledLayerCache):
         offset = checked_int(where, "offset", offset, 0)
         index = checked_int(where, "index", index, 0, rows)
         self._settle()
-        self._lease.replace(batch, offset, rows, index)
+        self._lease.replace(batch, offset, rows, index, where)
         self._clear()
         if rows > 0:
             self._keys, self._values, self._rows = self._view(keys), self._view(values), rows
