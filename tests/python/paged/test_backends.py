@@ -7,6 +7,7 @@ from typing import Any
 import kvpool
 import mlx.core as mx
 import pytest
+from cache_kinds import ON_GPU
 from kvpool import BlockPoolAllocator, PoolConfig, _mlx, build_paged_caches
 from kvpool.mlx_lm import pool_model
 from mlx_lm.generate import generate_step
@@ -37,10 +38,11 @@ def test_a_model_decodes_the_same_tokens_through_every_backend(backend: str) -> 
     assert tokens == decode(make_prompt_cache(model))
     answered = kvpool.attention_stats().since(before)
     if backend == "gather":
-        assert answered.kernel == 0
         assert set(answered.fell_back) == {"no kernels that read pages on this device"}
-    else:
-        assert answered.kernel > 0
+    if backend == "cpu" and not ON_GPU:
+        assert answered.kernel == answered.total > 0
+    else:  # pages of fp32, or of another device than MLX's
+        assert answered.kernel == 0 < sum(answered.fell_back.values())
     pool.check_invariants()
 
 
