@@ -55,14 +55,32 @@ PagedLayerArrays& ready(PagedLayerArrays& layer) {
 }
 
 /// Blocks that are lacking may be those of readers on their way, which are waited for once.
-std::pair<Array, Array> appended(PagedLayerArrays& layer, const Array& keys, const Array& values) {
+template <class Append>
+auto appended(PagedLayerArrays& layer, Append append) {
   try {
-    return layer.update_and_fetch(keys, values);
+    return append();
   } catch (const BlockPoolExhausted&) {
     const nb::gil_scoped_release released;
     if (!layer.await_blocks()) throw;
   }
-  return layer.update_and_fetch(keys, values);
+  return append();
+}
+
+void append_batch(const std::vector<PagedLayerArrays*>& layers, const Array& keys,
+                  const Array& values, const std::vector<std::int64_t>& counts) {
+  if (counts.size() != layers.size()) {
+    throw InvalidArgument("[append_batch] counts must be of " + std::to_string(layers.size()) +
+                          " layers, got " + std::to_string(counts.size()));
+  }
+  const auto n = static_cast<std::int64_t>(layers.size());
+  for (std::int64_t i = 0; i < n; ++i) {
+    const auto at = static_cast<std::size_t>(i);
+    if (counts[at] == 0) continue;
+    if (layers[at] == nullptr)
+      throw InvalidArgument("[append_batch] layers must be PagedLayers, got None");
+    PagedLayerArrays& layer = ready(*layers[at]);
+    appended(layer, [&] { layer.append(keys, values, n, i, counts[at]); });
+  }
 }
 
 }  // namespace
@@ -104,7 +122,8 @@ void bind_paged_layer(nb::module_& m) {
       .def(
           "update_and_fetch",
           [](PagedLayerArrays& self, const Array& keys, const Array& values) {
-            return appended(ready(self), keys, values);
+            ready(self);
+            return appended(self, [&] { return self.update_and_fetch(keys, values); });
           },
           "keys"_a, "values"_a,
           "Appends tokens; returns all that a query is to see, gathered when evaluated.")
@@ -140,6 +159,9 @@ void bind_paged_layer(nb::module_& m) {
           },
           "group"_a, "A copy at the end of another group, which shares every block.");
 
+  m.def("append_batch", &append_batch, "layers"_a, "keys"_a, "values"_a, "counts"_a,
+        "Appends the first counts[i] tokens of sequence i of keys and values, [sequences, heads,\n"
+        "tokens, dims], to layer i. Where a layer refuses, those before it have moved.");
   m.def(
       "fetch_batch",
       [](const std::vector<PagedLayerArrays*>& layers) {

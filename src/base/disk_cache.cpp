@@ -90,7 +90,6 @@ void keep(const std::filesystem::path& path, const Sha256& key, std::string_view
 }  // namespace
 
 std::filesystem::path DiskCache::folder_for(const char* variable, std::string_view name) {
-  // NOLINTBEGIN(concurrency-mt-unsafe): who changes the environment sees to the threads.
   if (const char* folder = std::getenv(variable)) return folder;
   // An XDG folder that is relative is to be ignored.
   if (const char* cache = std::getenv("XDG_CACHE_HOME"); cache != nullptr && *cache == '/') {
@@ -99,7 +98,6 @@ std::filesystem::path DiskCache::folder_for(const char* variable, std::string_vi
   if (const char* home = std::getenv("HOME"); home != nullptr && *home == '/') {
     return std::filesystem::path(home) / ".cache" / "kvpool" / name;
   }
-  // NOLINTEND(concurrency-mt-unsafe)
   return {};
 }
 

@@ -24,8 +24,8 @@ void AppendPages::eval_cpu(const std::vector<array>& inputs, array& token) {
   auto& encoder = mlx::core::cpu::get_command_encoder(stream());
   append_->claim();
   token.copy_shared_buffer(inputs[0]);
-  encoder.dispatch([plan = append_->plan(), keys = DenseRows(inputs[1]),
-                    values = DenseRows(inputs[2])]() mutable {
+  encoder.dispatch([plan = append_->plan(), keys = DenseRows(inputs[1], sequence_),
+                    values = DenseRows(inputs[2], sequence_)]() mutable {
     std::unique_ptr<std::byte[]> key_copy, value_copy;
     keys.make_dense(key_copy);
     values.make_dense(value_copy);

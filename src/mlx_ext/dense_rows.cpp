@@ -13,6 +13,11 @@ DenseRows::DenseRows(const mlx::core::array& rows)
   std::copy_n(rows.strides().begin(), 4, strides_.begin());
 }
 
+DenseRows::DenseRows(const mlx::core::array& rows, std::int64_t index) : DenseRows(rows) {
+  data_ += index * strides_[0] * (formats::traits(format_).bits / 8);
+  shape_[0] = 1;
+}
+
 void DenseRows::make_dense(std::unique_ptr<std::byte[]>& copy) {
   const auto [n_batch, n_heads, n_tokens, dim] = shape_;
   if (strides_[3] == 1 || dim == 1) return;

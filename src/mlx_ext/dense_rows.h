@@ -18,6 +18,8 @@ namespace kvpool::mlx_ext {
 class DenseRows {
  public:
   explicit DenseRows(const mlx::core::array& rows);
+  /// Sequence `index` alone.
+  DenseRows(const mlx::core::array& rows, std::int64_t index);
 
   std::int64_t dim(std::size_t axis) const noexcept { return shape_[axis]; }
   formats::Format format() const noexcept { return format_; }

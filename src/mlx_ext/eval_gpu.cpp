@@ -11,12 +11,12 @@ void AppendPages::eval_gpu(const std::vector<array>& inputs, array& token) {
   gpu::require_append(stream());  // before the append is claimed
   append_->claim();
   token.copy_shared_buffer(inputs[0]);
-  gpu::append(stream(), append_->plan(), &inputs[1], &inputs[2], token);
+  gpu::append(stream(), append_->plan(), &inputs[1], &inputs[2], sequence_, token);
 }
 
 void SkipAppend::eval_gpu(const std::vector<array>& inputs, array& token) {
   token.copy_shared_buffer(inputs[0]);
-  gpu::append(stream(), append_->plan(), nullptr, nullptr, token);
+  gpu::append(stream(), append_->plan(), nullptr, nullptr, 0, token);
 }
 
 void GatherPages::eval_gpu(const std::vector<array>& inputs, array& rows) {

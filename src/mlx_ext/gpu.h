@@ -54,9 +54,10 @@ void require_append(mlx::core::Stream stream);
 
 // For eval_gpu: each adds its kernels to the stream and keeps what they use until they have run.
 
-/// Rows are nullptr for an append that has none any more.
+/// Rows are those of one sequence of `keys` and `values`, which are nullptr for an append that has
+/// none any more.
 void append(mlx::core::Stream stream, const std::shared_ptr<const cache::AppendPlan>& plan,
-            const mlx::core::array* keys, const mlx::core::array* values,
+            const mlx::core::array* keys, const mlx::core::array* values, std::int64_t sequence,
             const mlx::core::array& token);
 void gather(mlx::core::Stream stream, const std::shared_ptr<const VisibleBatch>& batch, Which which,
             const std::vector<mlx::core::array>& tokens, mlx::core::array& rows);

@@ -81,14 +81,16 @@ PagedLayerArrays::PagedLayerArrays(std::unique_ptr<cache::PagedLayer> layer,
 PagedLayerArrays::~PagedLayerArrays() = default;
 
 void PagedLayerArrays::check_rows(std::string_view call, const char* name, const array& rows,
-                                  std::int64_t dim, std::int64_t n_tokens) const {
+                                  std::int64_t n_sequences, std::int64_t dim,
+                                  std::int64_t n_tokens) const {
   const std::int64_t n_heads = layer_->spec().n_kv_heads;
   const std::string start = "[" + std::string(call) + "] " + name + " must ";
-  if (rows.ndim() != 4 || rows.shape(0) != 1 || rows.shape(1) != n_heads ||
+  if (rows.ndim() != 4 || rows.shape(0) != n_sequences || rows.shape(1) != n_heads ||
       rows.shape(2) != n_tokens || rows.shape(3) != dim || n_tokens < 1) {
     const std::string tokens = n_tokens < 1 ? ">= 1" : std::to_string(n_tokens);
-    throw InvalidArgument(start + "be of shape [1, " + std::to_string(n_heads) + ", " + tokens +
-                          ", " + std::to_string(dim) + "], got " + text_of(rows.shape()));
+    throw InvalidArgument(start + "be of shape [" + std::to_string(n_sequences) + ", " +
+                          std::to_string(n_heads) + ", " + tokens + ", " + std::to_string(dim) +
+                          "], got " + text_of(rows.shape()));
   }
   if (!format_of(rows.dtype())) {
     std::ostringstream dtype;
@@ -98,36 +100,46 @@ void PagedLayerArrays::check_rows(std::string_view call, const char* name, const
 }
 
 void PagedLayerArrays::add_append(const std::shared_ptr<const cache::AppendPlan>& plan,
-                                  const array& keys, const array& values) {
+                                  const array& keys, const array& values, std::int64_t sequence) {
   auto append = std::make_shared<Append>(plan);
-  array token({}, mlx::core::bool_, std::make_shared<AppendPages>(stream(), append),
+  array token({}, mlx::core::bool_, std::make_shared<AppendPages>(stream(), append, sequence),
               {token_, keys, values});
   pending_.push_back({std::move(append), token_, layer_->offset() - plan->n_tokens()});
   token_ = std::move(token);
   thread_ = thread_number();
-  last_append_ = keys.shape(2);
+  last_append_ = plan->n_tokens();
   key_dtype_ = keys.dtype();
   value_dtype_ = values.dtype();
 }
 
 std::pair<array, array> PagedLayerArrays::update_and_fetch(const array& keys, const array& values) {
+  append(keys, values, 1, 0, keys.ndim() == 4 ? keys.shape(2) : 0);
+  const Use use(*this, "PagedLayer::update_and_fetch");
+  return gathered();
+}
+
+void PagedLayerArrays::append(const array& keys, const array& values, std::int64_t n_sequences,
+                              std::int64_t sequence, std::int64_t n_tokens) {
   constexpr std::string_view kCall = "PagedLayer::update_and_fetch";
   const Use use(*this, kCall);
-  const std::int64_t n_tokens = keys.ndim() == 4 ? keys.shape(2) : 0;
-  check_rows(kCall, "keys", keys, layer_->spec().key_dim, n_tokens);
-  check_rows(kCall, "values", values, layer_->spec().value_dim, n_tokens);
+  const std::int64_t n_columns = keys.ndim() == 4 ? keys.shape(2) : 0;
+  check_rows(kCall, "keys", keys, n_sequences, layer_->spec().key_dim, n_columns);
+  check_rows(kCall, "values", values, n_sequences, layer_->spec().value_dim, n_columns);
+  if (n_tokens < 1 || n_tokens > n_columns) {
+    throw InvalidArgument("[" + std::string(kCall) + "] tokens to append must be from 1 to " +
+                          std::to_string(n_columns) + ", got " + std::to_string(n_tokens));
+  }
   refuse_tracing(kCall);
   settle();
   forget_scheduled();
   const auto plan = layer_->append(n_tokens);
   if (layer_->offset() == n_tokens) oldest_ = 0;  // the group was released since
   try {
-    add_append(plan, keys, values);
+    add_append(plan, keys, values, sequence);
   } catch (...) {
     layer_->roll_back(n_tokens);
     throw;
   }
-  return gathered();
 }
 
 std::optional<std::pair<array, array>> PagedLayerArrays::fetch() {
@@ -141,8 +153,8 @@ void PagedLayerArrays::load(const array& keys, const array& values, std::int64_t
   constexpr std::string_view kCall = "PagedLayer::adopt";
   const Use use(*this, kCall);
   const std::int64_t n_tokens = keys.ndim() == 4 ? keys.shape(2) : 0;
-  check_rows(kCall, "keys", keys, layer_->spec().key_dim, n_tokens);
-  check_rows(kCall, "values", values, layer_->spec().value_dim, n_tokens);
+  check_rows(kCall, "keys", keys, 1, layer_->spec().key_dim, n_tokens);
+  check_rows(kCall, "values", values, 1, layer_->spec().value_dim, n_tokens);
   if (offset < n_tokens) {
     throw InvalidArgument("[PagedLayer::adopt] offset must be >= the " + std::to_string(n_tokens) +
                           " tokens of keys, got " + std::to_string(offset));
@@ -164,8 +176,8 @@ void PagedLayerArrays::load(const array& keys, const array& values, std::int64_t
   try {
     const auto plan = layer_->adopt(oldest - n_before, n_before + n_tokens);
     start_anew();
-    add_append(plan, after_zeros(keys, n_before, stream()),
-               after_zeros(values, n_before, stream()));
+    add_append(plan, after_zeros(keys, n_before, stream()), after_zeros(values, n_before, stream()),
+               0);
   } catch (const InvalidArgument&) {
     throw;
   } catch (...) {

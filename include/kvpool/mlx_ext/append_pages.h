@@ -3,6 +3,7 @@
 #include <mlx/primitives.h>
 
 #include <atomic>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -49,13 +50,14 @@ class Append {
   std::once_flag without_rows_;
 };
 
-/// Writes tokens into pages. Inputs: the order token, keys [1, heads, tokens, key_dim] and values,
-/// with any strides. Output: the order token again, in the same memory. Who takes that as an input
-/// runs after the append, so the appends to one sequence are a chain.
+/// Writes tokens into pages. Inputs: the order token, keys [sequences, heads, tokens, key_dim] and
+/// values, with any strides; the first tokens of one of the sequences are appended. Output: the
+/// order token again, in the same memory. Who takes that as an input runs after the append, so the
+/// appends to one sequence are a chain.
 class AppendPages : public mlx::core::UnaryPrimitive {
  public:
-  AppendPages(mlx::core::Stream stream, std::shared_ptr<Append> append)
-      : UnaryPrimitive(stream), append_(std::move(append)) {}
+  AppendPages(mlx::core::Stream stream, std::shared_ptr<Append> append, std::int64_t sequence)
+      : UnaryPrimitive(stream), append_(std::move(append)), sequence_(sequence) {}
 
   void eval_cpu(const std::vector<mlx::core::array>& inputs, mlx::core::array& token) override;
   void eval_gpu(const std::vector<mlx::core::array>& inputs, mlx::core::array& token) override;
@@ -63,6 +65,7 @@ class AppendPages : public mlx::core::UnaryPrimitive {
 
  private:
   std::shared_ptr<Append> append_;
+  std::int64_t sequence_;
 };
 
 /// Stands in for an append that was withdrawn: moves what its plan moves besides the rows. Input

@@ -50,6 +50,10 @@ class PagedLayerArrays {
   /// evaluated. Throws InvalidArgument for other shapes and inside mx.compile and mx.grad, and
   /// what PagedLayer::append throws; then nothing has changed.
   std::pair<array, array> update_and_fetch(const array& keys, const array& values);
+  /// Appends the first `n_tokens` of one of keys [n_sequences, heads, tokens, key_dim] and values:
+  /// nothing is cut out of the batch that a model makes. Throws as update_and_fetch does.
+  void append(const array& keys, const array& values, std::int64_t n_sequences,
+              std::int64_t sequence, std::int64_t n_tokens);
   /// What the last update_and_fetch returned, or would return now; nothing where empty.
   std::optional<std::pair<array, array>> fetch();
   /// Puts `keys` and `values` in place of what is held: PagedLayer::adopt. `offset` is the position
@@ -109,10 +113,10 @@ class PagedLayerArrays {
 
   PagedLayerArrays(std::unique_ptr<cache::PagedLayer> layer, const PagedLayerArrays& from);
 
-  void check_rows(std::string_view call, const char* name, const array& rows, std::int64_t dim,
-                  std::int64_t n_tokens) const;
+  void check_rows(std::string_view call, const char* name, const array& rows,
+                  std::int64_t n_sequences, std::int64_t dim, std::int64_t n_tokens) const;
   void add_append(const std::shared_ptr<const cache::AppendPlan>& plan, const array& keys,
-                  const array& values);
+                  const array& values, std::int64_t sequence);
   void start_anew();
   VisibleRows visible_rows() const;
   mlx::core::Stream stream() const { return page_stream(*layer_->group()->pool()); }

@@ -74,10 +74,10 @@ void require_append(mlx::core::Stream stream) {
 }
 
 void append(mlx::core::Stream stream, const std::shared_ptr<const cache::AppendPlan>& plan,
-            const array* keys, const array* values, const array& token) {
+            const array* keys, const array* values, std::int64_t sequence, const array& token) {
   auto& encoder = mlx::core::cu::get_command_encoder(stream);
   encoder.add_completed_handler([plan] {});
-  cuda::add_append(*plan, keys, values, token, encoder);
+  cuda::add_append(*plan, keys, values, sequence, token, encoder);
 }
 
 void gather(mlx::core::Stream stream, const std::shared_ptr<const VisibleBatch>& batch, Which which,

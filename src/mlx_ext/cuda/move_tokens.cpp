@@ -151,7 +151,7 @@ std::uint32_t move_blocks(std::int64_t n_items) noexcept {
 }
 
 void add_append(const cache::AppendPlan& plan, const array* keys, const array* values,
-                const array& token, mlx::core::cu::CommandEncoder& encoder) {
+                std::int64_t sequence, const array& token, mlx::core::cu::CommandEncoder& encoder) {
   std::vector<const array*> inputs;
   if (keys != nullptr) inputs = {keys, values};
   Launches launches(plan.keys().layout->shape().block_size, inputs, token, encoder);
@@ -168,11 +168,13 @@ void add_append(const cache::AppendPlan& plan, const array* keys, const array* v
   if (keys != nullptr) {
     for (const auto& [stream, rows] : {std::pair{&plan.keys(), keys}, {&plan.values(), values}}) {
       const MoveKind kind = from_rows(*stream->layout, *rows);
+      const std::uint64_t from =
+          cuda::address(*rows) +
+          static_cast<std::uint64_t>(sequence * rows->strides(0)) * rows->itemsize();
       for (const cache::AppendPlan::Piece& piece : stream->pieces) {
-        launches.add(
-            kind,
-            {cuda::address(*rows), address(piece.page), static_cast<std::int32_t>(piece.source_row),
-             static_cast<std::int32_t>(piece.first_slot), static_cast<std::int32_t>(piece.count)});
+        launches.add(kind, {from, address(piece.page), static_cast<std::int32_t>(piece.source_row),
+                            static_cast<std::int32_t>(piece.first_slot),
+                            static_cast<std::int32_t>(piece.count)});
       }
     }
     launches.flush();

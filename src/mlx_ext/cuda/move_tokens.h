@@ -44,8 +44,8 @@ void make_append_kernels();
 /// Adds the kernels of an append; the first and last run after and before what else names `token`.
 /// Without rows (nullptr) the plan's other moves alone.
 void add_append(const cache::AppendPlan& plan, const mlx::core::array* keys,
-                const mlx::core::array* values, const mlx::core::array& token,
-                mlx::core::cu::CommandEncoder& encoder);
+                const mlx::core::array* values, std::int64_t sequence,
+                const mlx::core::array& token, mlx::core::cu::CommandEncoder& encoder);
 
 /// Blocks for `n_items` items of a move.
 std::uint32_t move_blocks(std::int64_t n_items) noexcept;

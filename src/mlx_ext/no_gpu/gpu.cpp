@@ -28,7 +28,8 @@ std::string_view why_not(const VisibleBatch&, Which, Which, std::int64_t, bool) 
 void require_append(mlx::core::Stream) { no_kernels("AppendPages::eval_gpu"); }
 
 void append(mlx::core::Stream, const std::shared_ptr<const cache::AppendPlan>&,
-            const mlx::core::array*, const mlx::core::array*, const mlx::core::array&) {
+            const mlx::core::array*, const mlx::core::array*, std::int64_t,
+            const mlx::core::array&) {
   no_kernels("AppendPages::eval_gpu");
 }
 void gather(mlx::core::Stream, const std::shared_ptr<const VisibleBatch>&, Which,

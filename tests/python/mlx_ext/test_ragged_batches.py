@@ -138,3 +138,36 @@ def test_more_sequences_than_a_launch_takes() -> None:
     layers = make_layers(tuple(1 + 3 * i % 70 for i in range(130)))
     queries = rows(99, len(layers), 4, 1, DIM)
     assert mx.allclose(attend(queries, layers, None), stock(queries, layers), atol=2e-3)
+
+
+def test_a_batch_is_appended_without_cutting_it_up() -> None:
+    layers, alone = make_layers(), make_layers()
+    counts = [3, 0, 1, 2]
+    wide = rows(5, len(layers), 3, HEADS, 2 * DIM)
+    keys = wide[..., ::2].swapaxes(1, 2)  # not dense along the dims
+    values = rows(6, len(layers), HEADS, 3, DIM)
+    extension.append_batch(layers, keys, values, counts)
+    fetched = extension.fetch_batch(layers)
+    for i, (layer, n) in enumerate(zip(alone, counts, strict=True)):
+        if n:
+            layer.update_and_fetch(keys[i : i + 1, :, :n], values[i : i + 1, :, :n])
+    for got, right in zip(fetched, extension.fetch_batch(alone), strict=True):
+        assert mx.array_equal(got, right)
+    assert [layer.offset for layer in layers] == [layer.offset for layer in alone]
+
+
+def test_a_batch_that_does_not_fit_its_layers_is_refused() -> None:
+    layers = make_layers()
+    keys = rows(5, len(layers), HEADS, 2, DIM)
+    where = r"^\[PagedLayer::update_and_fetch\] "
+    with pytest.raises(ValueError, match=r"^\[append_batch\] counts must be of 4 layers, got 3"):
+        extension.append_batch(layers, keys, keys, [1, 1, 1])
+    with pytest.raises(ValueError, match=where + r"tokens to append must be from 1 to 2, got 3"):
+        extension.append_batch(layers, keys, keys, [3, 1, 1, 1])
+    with pytest.raises(ValueError, match=where + r"keys must be of shape \[4, 2, 2, 64\]"):
+        extension.append_batch(layers, keys[:3], keys[:3], [1, 1, 1, 1])
+    with pytest.raises(ValueError, match=where + r"values must be of shape \[4, 2, 2, 64\]"):
+        extension.append_batch(layers, keys, keys[:, :, :1], [1, 1, 1, 1])
+    with pytest.raises(ValueError, match=r"^\[append_batch\] layers must be PagedLayers, got None"):
+        extension.append_batch([None, *layers[1:]], keys, keys, [1, 1, 1, 1])
+    assert [layer.offset for layer in layers] == list(LENGTHS)

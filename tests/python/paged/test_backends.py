@@ -7,7 +7,6 @@ from typing import Any
 import kvpool
 import mlx.core as mx
 import pytest
-from cache_kinds import ON_GPU
 from kvpool import BlockPoolAllocator, PoolConfig, _mlx, build_paged_caches
 from kvpool.mlx_lm import pool_model
 from mlx_lm.generate import generate_step
@@ -38,11 +37,10 @@ def test_a_model_decodes_the_same_tokens_through_every_backend(backend: str) -> 
     assert tokens == decode(make_prompt_cache(model))
     answered = kvpool.attention_stats().since(before)
     if backend == "gather":
+        assert answered.kernel == 0
         assert set(answered.fell_back) == {"no kernels that read pages on this device"}
-    if backend == "cpu" and not ON_GPU:
-        assert answered.kernel == answered.total > 0
-    else:  # pages of fp32, or of another device than MLX's
-        assert answered.kernel == 0 < sum(answered.fell_back.values())
+    else:
+        assert answered.kernel > 0
     pool.check_invariants()
 
 

@@ -11,7 +11,7 @@ from kvpool import _mlx
 from kvpool.memory.block_pool import BlockPoolAllocator
 from kvpool.mlx_lm.caches._arguments import checked_buffers, checked_int
 from kvpool.mlx_lm.paged._group import PagedGroup
-from kvpool.mlx_lm.paged.kv_cache import PagedKVCache
+from kvpool.mlx_lm.paged.kv_cache import PagedKVCache, _dims
 
 
 class PagedBatchKVCache:
@@ -95,12 +95,14 @@ class PagedBatchKVCache:
             raise ValueError(f"[{where}] keys must be of {len(self._rows)} requests, got {n_rows}")
         counts = self._counts(n_tokens)
         before = [row.offset for row in self._rows]
+        dims = _dims(keys, values)
         try:
-            for i, (row, n) in enumerate(zip(self._rows, counts, strict=True)):
-                if n == n_tokens:
-                    row.update_and_fetch(keys[i : i + 1], values[i : i + 1])
-                elif n > 0:
-                    row.update_and_fetch(keys[i : i + 1, :, :n], values[i : i + 1, :, :n])
+            if all(row._dims == dims for row in self._rows):
+                _mlx.append_batch([row._layer for row in self._rows], keys, values, counts)
+            else:  # first tokens, which say how wide a layer is
+                for i, (row, n) in enumerate(zip(self._rows, counts, strict=True)):
+                    if n > 0:
+                        row.update_and_fetch(keys[i : i + 1, :, :n], values[i : i + 1, :, :n])
             fetched = self._fetched()
         except BaseException:
             for row, offset in zip(self._rows, before, strict=True):
