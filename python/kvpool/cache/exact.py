@@ -49,6 +49,7 @@ class ExactKVCache(KVCache):
 
     @property
     def head_dim(self) -> int:
+        """Numbers in a key, and in a value."""
         return self._head_dim
 
     @property
@@ -70,7 +71,12 @@ class ExactKVCache(KVCache):
         self._native.append_value(self._row("append_value", "v", v))
 
     def append(self, k: Any, v: Any) -> None:
-        """Takes a token: its key and its value, or neither."""
+        """Takes a token: its key and its value, ``(head_dim,)`` each, or neither.
+
+        Raises:
+            ValueError: A shape does not fit, or a key waits for its value.
+            TypeError: Something else than numbers.
+        """
         self._native.append(self._row("append", "k", k), self._row("append", "v", v))
 
     def discard_key(self) -> None:

@@ -58,6 +58,7 @@ class QuantizedKVCache(KVCache):
 
     @property
     def config(self) -> KVCacheConfig:
+        """What the cache was built from."""
         return self._config
 
     @property
@@ -67,6 +68,7 @@ class QuantizedKVCache(KVCache):
 
     @property
     def head_dim(self) -> int:
+        """Numbers in a key, and in a value."""
         return self._head_dim
 
     @property

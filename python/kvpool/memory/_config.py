@@ -106,6 +106,10 @@ class PoolConfig:
 
         Every layer takes blocks of its own, for keys and for values:
         ``PoolConfig(n_blocks=4096).tokens_for(28)`` is 1168. Growth is not counted.
+
+        Raises:
+            TypeError: An argument is no int.
+            ValueError: An argument is below 1.
         """
         layers = checked_int("PoolConfig::tokens_for", "n_layers", n_layers, 1)
         sequences = checked_int("PoolConfig::tokens_for", "n_sequences", n_sequences, 1)

@@ -76,18 +76,22 @@ class PooledKVCache(KVCache):
 
     @property
     def inner(self) -> Any:
+        """The wrapped cache."""
         return self._inner
 
     @property
     def pool(self) -> BlockPoolAllocator:
+        """The pool that is charged."""
         return self._pool
 
     @property
     def owner(self) -> int:
+        """Whom the blocks belong to."""
         return self._lease.owner
 
     @property
     def format(self) -> str:
+        """The format that its blocks are marked with."""
         return self._format
 
     def append_key(self, k: Any) -> None:

@@ -147,6 +147,32 @@ def test_codes_are_those_of_mlx():
     quantised.check_invariants()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("bits", 7, ValueError),
+        ("bits", True, TypeError),
+        ("bits", 8.0, TypeError),
+        ("group_size", 63, ValueError),
+        ("group_size", None, TypeError),
+    ],
+)
+def test_codes_have_widths_that_mlx_has(name, value, error):
+    cache = PoolBackedKVCache(make_pool(), 1)
+    data = mx.zeros((1, 2, 3, 64))
+    cache.update_and_fetch(data, data)
+    with pytest.raises(error, match=rf"\[PoolBackedKVCache::to_quantized\] {name} must .*{value}"):
+        cache.to_quantized(**{name: value})
+    with pytest.raises(error, match=rf"\[PoolBackedQuantizedKVCache\] {name} must .*{value}"):
+        PoolBackedQuantizedKVCache(make_pool(), 1, **{name: value})
+    state = [None, None, 0, 64, 8]
+    state[3 if name == "group_size" else 4] = value
+    with pytest.raises(error, match=rf"\[PoolBackedQuantizedKVCache::state\] {name} must"):
+        PoolBackedQuantizedKVCache.from_state(state)
+    assert cache.offset == 3
+    check(cache)
+
+
 def test_quantising_works_in_a_full_pool():
     pool = make_pool(n_blocks=32)
     cache = PoolBackedKVCache(pool, 1)

@@ -59,7 +59,13 @@ def attach_caches(caches: Iterable[Any], pool: BlockPoolAllocator, owner: int = 
     Pooled caches and paged ones are a group each. Those in a list of caches (mlx-lm's
     ``CacheList``) are attached, too; caches of other kinds are left alone.
 
+    Args:
+        caches: A request's caches, one a layer.
+        pool: The pool to draw on.
+        owner: Whom the blocks belong to.
+
     Raises:
+        TypeError: ``pool`` or ``owner`` is of another type.
         BlockPoolExhaustedError: The pool has too few blocks; no cache is attached.
         ValueError: A cache has a pool already; none is attached.
     """

@@ -89,6 +89,14 @@ class PoolBackedKVCache(DenseLayerCache):
 
         Warns on MLX's CUDA backend, whose quantised attention of mlx-lm is wrong for grouped
         queries in MLX 0.32.4.
+
+        Args:
+            group_size: Numbers that share a scale: 32, 64 or 128.
+            bits: Width of a code: 2, 3, 4, 5, 6 or 8.
+
+        Raises:
+            TypeError: An argument is no int.
+            ValueError: An argument is none of MLX's, or heads are not made of whole groups.
         """
         warn_of_cuda()
         self._settle()

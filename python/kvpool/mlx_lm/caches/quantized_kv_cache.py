@@ -39,6 +39,17 @@ def warn_of_cuda() -> None:
         )
 
 
+def _checked_widths(where: str, group_size: Any, bits: Any) -> tuple[int, int]:
+    """Both as ints that ``mx.quantize`` takes."""
+    for name, value, known in (
+        ("group_size", group_size, (32, 64, 128)),
+        ("bits", bits, (2, 3, 4, 5, 6, 8)),
+    ):
+        if checked_int(where, name, value, 1) not in known:
+            raise ValueError(f"[{where}] {name} must be one of {known}, got {value}")
+    return int(group_size), int(bits)
+
+
 class PoolBackedQuantizedKVCache(LinearLayerCache, QuantizedKVCache):
     """A layer's keys and values as MLX quantises them, charged to a pool.
 
@@ -48,8 +59,13 @@ class PoolBackedQuantizedKVCache(LinearLayerCache, QuantizedKVCache):
 
     Args:
         pool, owner, step: As for ``PoolBackedKVCache``.
-        group_size: Numbers that share a scale.
-        bits: Width of a code.
+        group_size: Numbers that share a scale: 32, 64 or 128.
+        bits: Width of a code: 2, 3, 4, 5, 6 or 8.
+
+    Raises:
+        TypeError: An argument is of another type.
+        ValueError: ``group_size`` or ``bits`` is none of MLX's, ``step`` is below 1, or ``owner``
+            does not fit 64 bits.
     """
 
     _state_parts = ("keys", "values", "offset", "group_size", "bits")
@@ -63,7 +79,7 @@ class PoolBackedQuantizedKVCache(LinearLayerCache, QuantizedKVCache):
         group_size: int = 64,
         bits: int = 8,
     ) -> None:
-        self.group_size, self.bits = group_size, bits
+        self.group_size, self.bits = _checked_widths(type(self).__name__, group_size, bits)
         self._start(pool, owner, step)
         self._tag(self._lease)
 
@@ -71,8 +87,10 @@ class PoolBackedQuantizedKVCache(LinearLayerCache, QuantizedKVCache):
     def _of(
         cls, plain: PoolBackedKVCache, group_size: int, bits: int
     ) -> PoolBackedQuantizedKVCache:
+        where = plain._where("to_quantized")
         cache = cls.__new__(cls)
-        cache.group_size, cache.bits, cache._step = group_size, bits, plain._step
+        cache.group_size, cache.bits = _checked_widths(where, group_size, bits)
+        cache._step = plain._step
         cache._clear()
         if plain._keys is not None:
             cache._keys, cache._values = (
@@ -161,8 +179,7 @@ class PoolBackedQuantizedKVCache(LinearLayerCache, QuantizedKVCache):
     def state(self, state: Any) -> None:
         where = self._where("state")
         keys, values, offset, group_size, bits = self._parts_of(state)
-        group_size = checked_int(where, "group_size", group_size, 1)
-        bits = checked_int(where, "bits", bits, 1, 8)
+        group_size, bits = _checked_widths(where, group_size, bits)
         if keys is not None or values is not None:
             checked_quantized(where, keys, values)
         before = {name: vars(self).get(name) for name in ("group_size", "bits")}
