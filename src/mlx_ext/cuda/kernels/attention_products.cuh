@@ -37,6 +37,8 @@ struct State {
 
 /// What a code of a key counts for, in fp16.
 constexpr float kKeyUnit = 1.0f / (1 << 24);
+/// Sums over 64 dims of queries below 2^15 become halfs by this.
+constexpr float kSumUnit = 1.0f / (1 << 6);
 /// Scaled weights go up by this much, so that products with codes of values, which count for 2^-133
 /// in bf16, are ordinary floats.
 constexpr float kWeightUnit = 1208925819614629174706176.0f;  // 2^80
@@ -87,7 +89,7 @@ __device__ void load_queries(Queries& q, const float* rows, const Lane& lane) {
   for (int group = 0; group < kKeyGroups; ++group) {
     sums[group] += __shfl_xor_sync(~0u, sums[group], 1);
     sums[group] += __shfl_xor_sync(~0u, sums[group], 2);
-    sums[group] *= kKeyUnit;
+    sums[group] *= kSumUnit;
   }
   // Lanes of t = 0 hold groups 0 and 1, those of t = 1 groups 2 and 3; the next two what rounding
   // took from them.
@@ -151,6 +153,8 @@ __device__ __forceinline__ void score_codes(float (&scores)[4], u32 keys, const 
 #pragma unroll
   for (float& score : scores) score = 0;
   multiply8(scores, rows, q.sums);
+#pragma unroll
+  for (float& score : scores) score *= kKeyUnit / kSumUnit;
 #pragma unroll
   for (int group = 0; group < kKeyGroups; ++group) {
     float sums[4] = {};
