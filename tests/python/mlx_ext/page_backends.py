@@ -52,13 +52,14 @@ class Pages:
         )
 
     def tokens(self, seed: int = 0, dtype: mx.Dtype | None = None) -> Tokens:
-        """Of a dtype that pages of floats hold as they are, unless told."""
+        """Of a dtype that pages of floats hold as they are, unless told. Codes are gathered in the
+        tokens' dtype: as fp32, which does not round them."""
         return Tokens(
             seed,
             heads=self.heads,
             key_dim=self.key_dim,
             value_dim=self.value_dim,
-            dtype=dtype or DTYPES.get(self.format, mx.float32),
+            dtype=dtype or (DTYPES[self.format] if self.exact else mx.float32),
         )
 
     def queries(
