@@ -29,6 +29,8 @@ std::uint16_t half_below(float value) noexcept {
       bits = static_cast<std::uint16_t>(bits & 0x8000 ? bits + 1 : bits - 1);
     }
   }
+  // Which of two zeros is the smaller one is left open to whoever looks for it.
+  if (bits == 0x8000) return 0;
   return bits == 0xfc00 ? 0xfbff : bits;
 }
 
@@ -91,7 +93,8 @@ Byte* float_group(const PageLayout& layout, Byte* head, std::int64_t token,
 GroupGrid group_grid(float smallest, float largest, std::uint32_t max_code) noexcept {
   const std::uint16_t minimum = half_below(smallest);
   const auto steps = static_cast<float>(max_code);
-  const float range = largest - half_to_float(minimum);
+  const float lowest = half_to_float(minimum);
+  const float range = largest > lowest ? largest - lowest : 0;
   std::uint16_t scale = std::min(float_to_half(range / steps), kLargestHalf);
   if (half_to_float(scale) * (steps + 0.5f) < range && scale < kLargestHalf) ++scale;
   return {scale, minimum};

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <limits>
 #include <ostream>
 #include <random>
 #include <string>
@@ -91,6 +92,28 @@ TEST_P(PageAppend, append_writes_the_bytes_of_encode_tokens) {
       }
     }
   });
+}
+
+TEST_P(PageAppend, zeros_of_both_signs_and_the_ends_of_fp32_make_the_same_codes_everywhere) {
+  constexpr float kEnd = std::numeric_limits<float>::max();
+  constexpr float kTiny = std::numeric_limits<float>::denorm_min();
+  for (const std::vector<float>& row : std::vector<std::vector<float>>{{0.0f, -0.0f},
+                                                                       {-0.0f, 0.0f},
+                                                                       {-0.0f, -0.0f},
+                                                                       {-kTiny, kTiny},
+                                                                       {-kEnd, kEnd},
+                                                                       {-kEnd, -7e4f},
+                                                                       {6.6e4f, kEnd}}) {
+    for (const Format format : {Format::kInt8, Format::kInt4, Format::kInt3, Format::kInt2}) {
+      const PageLayout layout{format, {1, 1, 2}};
+      std::vector<std::byte> expected = empty_page(layout);
+      formats::encode_tokens(layout, expected.data(), 0, 0, 1, row.data(), 2);
+      std::vector<std::byte> page = empty_page(layout);
+      GetParam().append_rows(layout, page.data(), 0, 1,
+                             {reinterpret_cast<const std::byte*>(row.data()), Format::kFp32, 2, 2});
+      EXPECT_EQ(page, expected) << row[0] << ", " << row[1];
+    }
+  }
 }
 
 TEST_P(PageAppend, rows_of_the_pages_own_format_are_copied_bit_for_bit) {
