@@ -144,7 +144,11 @@ std::shared_ptr<const PageView> PagedLayer::view() const {
   }
   const std::int64_t first = first_block_ * block_size();
   if (n == 0) return std::make_shared<PageView>(nullptr, streams[0], streams[1], first, offset_);
-  table_->add_reader();
+  try {
+    table_->add_reader();
+  } catch (const InvalidArgument&) {
+    lost();  // some of them, at least
+  }
   try {
     return std::make_shared<PageView>(table_, streams[0], streams[1], first, offset_);
   } catch (...) {

@@ -122,6 +122,17 @@ TEST(PagedLayer, blocks_freed_behind_it_are_a_typed_error_until_release) {
   check_all(*pool);
 }
 
+TEST(PagedLayer, a_block_freed_behind_it_among_others_is_found_by_the_next_view) {
+  const auto pool = make_pool(16);
+  Cache cache = make_cache(pool, 1);
+  cache.append(10, 0);
+  const std::vector<core::BlockHandle> blocks = pool->blocks().blocks_for(1);
+  pool->blocks().free(std::span(blocks).first(1));
+  EXPECT_THROW(cache.layer->view(), LeaseLost);
+  cache.layer->release();
+  check_all(*pool);
+}
+
 TEST(PagedLayer, a_block_that_was_trimmed_into_ages_again) {
   const auto pool = make_pool(16);
   PagedLayerSpec spec = small_spec();
