@@ -168,8 +168,10 @@ void PagedGroup::plan_step(std::int64_t n_tokens) {
   close_step();
   make_room_behind_windows(n_tokens);
   const Demand need = demand(n_tokens);
-  if (need.pairs > 0 && (layers_.size() > 1 || need.copies)) {
-    // A single layer that only adds blocks allocates them in one call: nothing can come between.
+  // A single layer that only adds blocks allocates them in one call: nothing can come between. But
+  // for a count of tokens that no pool has room for, no memory is to be asked either.
+  constexpr std::int64_t kFewPairs = 4096;
+  if (need.pairs > 0 && (layers_.size() > 1 || need.copies || need.pairs > kFewPairs)) {
     if (const auto shortage = reservation_.open(pool_->blocks(), owner_, need.pairs)) {
       throw_exhausted(*shortage, n_tokens);
     }

@@ -206,9 +206,9 @@ std::shared_ptr<const AppendPlan> PagedLayer::append(std::int64_t n_tokens) {
   }
   PagedGroup& group = *group_;
   const std::lock_guard guard(group.lock_);
-  if (n_tokens > std::numeric_limits<std::int64_t>::max() / 2 - offset_) {
-    throw InvalidArgument(in_call("append") + "n_tokens leaves 63 bits, got " +
-                          std::to_string(n_tokens));
+  if (offset_ > kMostTokens - n_tokens) {
+    throw InvalidArgument(in_call("append") + "n_tokens must lead to no more than 2^48, got " +
+                          std::to_string(n_tokens) + " after " + std::to_string(offset_));
   }
   if (moved_ && group.in_step_) {
     if (group.torn()) {

@@ -1,4 +1,3 @@
-#include <limits>
 #include <mutex>
 #include <string>
 
@@ -10,17 +9,17 @@ namespace kvpool::cache {
 
 std::shared_ptr<const AppendPlan> PagedLayer::adopt(std::int64_t first_position,
                                                     std::int64_t n_tokens) {
-  constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max() / 2;
-  if (first_position < 0 || first_position > kMost || first_position % block_size() != 0 ||
+  if (first_position < 0 || first_position % block_size() != 0 ||
       (first_position > 0 && spec_.window == 0)) {
     throw InvalidArgument(
         std::string("[PagedLayer::adopt] first_position must be ") +
         (spec_.window == 0 ? "0 without a window" : "a multiple of the block size, >= 0") +
         ", got " + std::to_string(first_position));
   }
-  if (n_tokens < 1 || n_tokens > kMost) {
-    throw InvalidArgument("[PagedLayer::adopt] n_tokens must be >= 1, got " +
-                          std::to_string(n_tokens));
+  if (n_tokens < 1 || first_position > kMostTokens - n_tokens) {
+    throw InvalidArgument(
+        "[PagedLayer::adopt] n_tokens must be >= 1 and lead to no more than 2^48, got " +
+        std::to_string(n_tokens));
   }
   PagedGroup& group = *group_;
   const std::lock_guard guard(group.lock_);

@@ -93,6 +93,9 @@ class PagedLayer {
  private:
   friend class PagedGroup;
 
+  /// Of a layer, so that what a step takes in all layers stays far from 63 bits.
+  static constexpr std::int64_t kMostTokens = std::int64_t{1} << 48;
+
   /// How the last, partly filled block takes more tokens: as it is, or from a fresh page.
   struct Tail {
     bool renew[2] = {false, false};

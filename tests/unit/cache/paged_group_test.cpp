@@ -1,6 +1,7 @@
 // What holds the layers of a request together: steps, exhaustion, release.
 #include "kvpool/cache/paged_group.h"
 
+#include <limits>
 #include <random>
 #include <thread>
 
@@ -70,6 +71,22 @@ TEST(PagedGroup, running_out_of_bytes_moves_no_layer) {
   EXPECT_EQ(pool->blocks().n_available(Stream::kKey), 29);
   EXPECT_EQ(pool->store().stats().used_bytes, 3 * (256 + 128));
   check_all(*pool);
+}
+
+TEST(PagedGroup, a_count_that_no_pool_has_room_for_asks_for_no_memory) {
+  const auto pool = make_pool(16);
+  for (const int n_layers : {1, 3}) {
+    const auto group = std::make_shared<PagedGroup>(pool, 1);
+    std::vector<std::unique_ptr<PagedLayer>> layers;
+    for (int i = 0; i < n_layers; ++i) layers.push_back(group->add_layer(small_spec()));
+    EXPECT_THROW((void)layers[0]->append(std::int64_t{1} << 48), StepExhausted);
+    EXPECT_THROW((void)layers[0]->append((std::int64_t{1} << 48) + 1), InvalidArgument);
+    EXPECT_THROW((void)layers[0]->append(std::numeric_limits<std::int64_t>::max()),
+                 InvalidArgument);
+    EXPECT_EQ(layers[0]->offset(), 0);
+    group->check_invariants();
+    check_all(*pool);
+  }
 }
 
 TEST(PagedGroup, the_first_layer_reserves_for_all) {
