@@ -49,8 +49,10 @@ std::string_view why_not(const array& queries, const array& keys, const array& v
     return "shapes that do not fit";
   }
   const bool one_query = queries.shape(2) == 1;
-  if (std::any_of(from.batch()->begin(), from.batch()->end(),
-                  [&](const VisibleRows& rows) { return rows.n_rows < queries.shape(2); })) {
+  // An array says who sees what; without one queries have positions, the last the last token's.
+  if (!mask_array && std::any_of(from.batch()->begin(), from.batch()->end(), [&](const auto& rows) {
+        return rows.n_rows < queries.shape(2);
+      })) {
     return "more queries than tokens";
   }
   if (!mask.empty() && mask != "causal") return "an unknown mask";

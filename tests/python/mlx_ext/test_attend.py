@@ -330,6 +330,29 @@ def test_arrays_of_others_are_not_ours(backend: Backend) -> None:
         extension.paged_attention(queries, keys, values, SCALE)
 
 
+@pytest.mark.parametrize("kind", ["fp16", "int8", "aging"])
+@pytest.mark.parametrize("n_queries", [9, 40])
+def test_chunks_of_prompts_with_fewer_tokens_than_queries(
+    backend: Backend, kind: str, n_queries: int
+) -> None:
+    pages = KINDS[kind]
+    lengths = [1, 5, 333]
+    pool = backend.used_pool(pages, sum(lengths))
+    sequences = [Sequence(backend, pages, n, i, pool) for i, n in enumerate(lengths)]
+    queries = pages.queries(n=n_queries, batch=3)
+    # Prompts are padded on their right: the first queries are a sequence's newest tokens.
+    new = mx.array([min(n, n_queries) for n in lengths])[:, None, None, None]
+    seen = 333 - new + mx.arange(n_queries)[:, None]
+    padding = mx.array([333 - n for n in lengths])[:, None, None, None]
+    mask = (mx.arange(333) <= seen) & (mx.arange(333) >= padding)
+    fetched = extension.fetch_batch([s.layer for s in sequences])
+    by_kernel = not backend.why_gathered(pages, n_queries, has_mask=True)
+    answer = backend.attend(pages, queries, fetched, SCALE, mask)
+    held = extension.fetch_batch([s.layer for s in sequences])
+    right = oracle.attention(queries, *held, SCALE, mask)
+    assert oracle.error(answer, right) < backend.tolerance(pages, answer.dtype, by_kernel)
+
+
 def test_what_the_kernels_do_not_cover_is_named(backend: Backend) -> None:
     sequence = Sequence(backend, PAGES, 9)
     keys, values = sequence.fetched

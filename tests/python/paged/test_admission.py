@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from contextlib import nullcontext
 
 import kvpool
 import pytest
@@ -67,11 +68,11 @@ def test_requests_that_do_not_fit_together_wait_and_get_the_same_tokens(name, ho
     with pool_model(model, pool, paged=True) as pooled:
         generator = PagedBatchGenerator(model)
         uids = generator.insert(prompts, max_tokens=lengths)
-        if hooked:
-            with kvpool.attention():
-                answers = run(generator, uids)
-        else:
+        before = kvpool.attention_stats()
+        with kvpool.attention() if hooked else nullcontext():
             answers = run(generator, uids)
+        # Also where prompts of unequal length are read together.
+        assert not kvpool.attention_stats().since(before).fell_back
         stats = pooled.admission.stats
     assert [answers[uid] for uid in uids] == expected
     assert (stats.admitted, stats.refused, stats.waiting) == (6, 0, 0)
