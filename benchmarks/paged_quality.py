@@ -54,6 +54,8 @@ MODELS = ("smollm2", "gemma3")
 FREE = ("smollm2",)
 N_PASSAGES, PASSAGE, CONTINUATION = 4, 384, 48
 BLOCK_SIZE = 32
+# What the plot shows smaller differences as, in per cent.
+LEAST = 0.01
 
 
 @dataclass
@@ -228,34 +230,36 @@ def draw(points: list[Point], picture: Path) -> None:
     from matplotlib import pyplot
 
     models = list(dict.fromkeys(point.model for point in points))
-    figure, axes = pyplot.subplots(1, len(models), figsize=(6 * len(models), 4.2), squeeze=False)
+    figure, axes = pyplot.subplots(1, len(models), figsize=(6.5 * len(models), 5), squeeze=False)
     for axis, model in zip(axes[0], models, strict=True):
         mine = [point for point in points if point.model == model]
-        for family in dict.fromkeys(point.family for point in mine):
-            row = sorted(
-                (point for point in mine if point.family == family),
-                key=lambda point: point.bytes_a_token,
-            )
+        exact = next(point.perplexity for point in mine if point.cache == "fp32")
+        placed = [
+            (point, max(LEAST, 100 * (point.perplexity / exact - 1)))
+            for point in mine
+            if point.cache != "fp32"
+        ]
+        for family in dict.fromkeys(point.family for point, _ in placed):
+            row = [(point, more) for point, more in placed if point.family == family]
             axis.plot(
-                [point.bytes_a_token for point in row],
-                [point.perplexity for point in row],
+                [point.bytes_a_token for point, _ in row],
+                [more for _, more in row],
                 "o",
                 label=family,
             )
-        top = 1.7 * min(point.perplexity for point in mine)
-        for point in mine:
-            if point.perplexity < top:
-                axis.annotate(
-                    point.cache,
-                    (point.bytes_a_token, point.perplexity),
-                    fontsize=6,
-                    rotation=50,
-                    xytext=(1, 4),
-                    textcoords="offset points",
-                )
-        axis.set_ylim(top * 0.55, top * 1.1)  # what is worse is in the table
-        axis.set(title=model, xlabel="bytes a token, all layers", ylabel="perplexity")
-        axis.set_xscale("log")
+        for point, more in placed:
+            left = point.family == "mlx-lm quantised"  # they are near ours of as many bits
+            axis.annotate(
+                point.cache,
+                (point.bytes_a_token, more),
+                fontsize=7,
+                xytext=(-5 if left else 5, -2),
+                ha="right" if left else "left",
+                textcoords="offset points",
+            )
+        axis.set(title=model, xlabel="bytes a token, all layers", xscale="log", yscale="log")
+        axis.set_ylabel(f"perplexity above fp32's, % (at least {LEAST})")
+        axis.set_xlim(right=2 * max(point.bytes_a_token for point, _ in placed))
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
     figure.tight_layout()
