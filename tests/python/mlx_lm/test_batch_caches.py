@@ -173,6 +173,16 @@ def test_release_empties_every_layer_of_the_batch():
     check(pool, *batch)
 
 
+@pytest.mark.parametrize("book", ["_lags", "_first_padding", "_owners"])
+def test_books_that_are_not_of_as_many_sequences_are_found(book):
+    pool = make_pool()
+    (batch,) = merged(request(pool, 1, 5, 1), request(pool, 2, 3, 1))
+    batch.check_invariants()
+    setattr(batch, book, getattr(batch, book)[:1])
+    with pytest.raises(RuntimeError, match="not of as many sequences"):
+        batch.check_invariants()
+
+
 # --- where the pool is too small ------------------------------------------------------------------
 
 

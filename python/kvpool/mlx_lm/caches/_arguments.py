@@ -81,6 +81,11 @@ def checked_fit(where: str, name: str, new: mx.array, old: mx.array | None) -> N
         )
 
 
+def as_list(values: Any) -> Any:
+    """``values`` as a list where they are an array of MLX."""
+    return values.tolist() if isinstance(values, mx.array) else values
+
+
 def format_name(dtype: mx.Dtype) -> str:
     """The pool's name for blocks that hold numbers of ``dtype``."""
     return _FORMATS.get(dtype) or str(dtype).removeprefix("mlx.core.")

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from kvpool import _native
 from kvpool.core.exceptions import BlockPoolExhaustedError
-from kvpool.mlx_lm.caches._arguments import checked_buffers, checked_int
+from kvpool.mlx_lm.caches._arguments import as_list, checked_buffers, checked_int
 from kvpool.mlx_lm.caches._group import CacheGroup
 from kvpool.mlx_lm.caches._joint import (
     pairs_of_extended,
@@ -90,7 +90,7 @@ class BatchLayerCache(PooledLayerCache):
 
     def _begin(self, pool: Any, left_padding: Any, owner: Any, step: Any) -> None:
         where = type(self).__name__
-        padding = [checked_int(where, "left_padding", p, 0) for p in _as_list(left_padding)]
+        padding = [checked_int(where, "left_padding", p, 0) for p in as_list(left_padding)]
         self._start(pool, owner, step)
         self._owners = (self.owner,) * len(padding)
         self._forget()
@@ -198,7 +198,7 @@ class BatchLayerCache(PooledLayerCache):
         where = self._where("state")
         if keys is not None or values is not None:
             checked_buffers(where, keys, values)
-        counts, padding = _as_list(counts), _as_list(padding)
+        counts, padding = as_list(counts), as_list(padding)
         n_sequences = len(padding) if keys is None else keys.shape[0]
         if not len(counts) == len(padding) == n_sequences:
             raise ValueError(
@@ -296,7 +296,7 @@ class BatchLayerCache(PooledLayerCache):
             IndexError: There is no such sequence; nothing has changed.
         """
         where = self._where("filter")
-        indices = [self._checked_row(where, idx) for idx in _as_list(batch_indices)]
+        indices = [self._checked_row(where, idx) for idx in as_list(batch_indices)]
         owners = [self._owners[idx] for idx in indices]
         if not indices:
             self._settle()
@@ -354,9 +354,9 @@ class BatchLayerCache(PooledLayerCache):
             right_padding: Rows of padding after each sequence, until ``finalize``.
         """
         options = {
-            "left_padding": _as_list(left_padding),
-            "lengths": _as_list(lengths),
-            "right_padding": _as_list(right_padding),
+            "left_padding": as_list(left_padding),
+            "lengths": as_list(lengths),
+            "right_padding": as_list(right_padding),
         }
         where = self._where("prepare")
         for name, value in options.items():
@@ -388,10 +388,10 @@ class BatchLayerCache(PooledLayerCache):
     def check_invariants(self) -> None:
         """Raises RuntimeError where the books of this cache's group do not add up. For tests."""
         super().check_invariants()
-        n_sequences = len(self._owners)
-        if len(self._owners) != n_sequences or (
-            self._keys is not None and self._keys.shape[0] != n_sequences
-        ):
+        books = {len(self._owners), len(self._first_padding), len(self._lags)}
+        if self._keys is not None:
+            books.add(self._keys.shape[0])
+        if len(books) > 1:
             raise RuntimeError(
                 f"[{self._where('check_invariants')}] owners, padding and buffers are not of as "
                 f"many sequences: {self!r}"
@@ -413,7 +413,3 @@ def _refuse_unlike_buffers(where: str, caches: Iterable[Any], batches: bool = Fa
     batch = max((keys.shape[0] for keys, _ in pairs), default=1)
     if batch > 1 and not batches:
         raise ValueError(f"[{where}] the caches must be of one sequence, got one of {batch}")
-
-
-def _as_list(values: Any) -> Any:
-    return values.tolist() if isinstance(values, mx.array) else values

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from kvpool import _mlx
 from kvpool.memory.block_pool import BlockPoolAllocator
-from kvpool.mlx_lm.caches._arguments import checked_buffers, checked_int
+from kvpool.mlx_lm.caches._arguments import as_list, checked_buffers, checked_int
 from kvpool.mlx_lm.paged._group import PagedGroup
 from kvpool.mlx_lm.paged.kv_cache import PagedKVCache, _dims
 
@@ -170,7 +170,7 @@ class PagedBatchKVCache:
         Raises:
             IndexError: There is no such request; nothing has changed.
         """
-        indices = [self._checked_row("filter", idx) for idx in _as_list(batch_indices)]
+        indices = [self._checked_row("filter", idx) for idx in as_list(batch_indices)]
         self._rows = [self._rows[idx] for idx in indices]
         if self._to_come is not None:
             self._to_come = [self._to_come[idx] for idx in indices]
@@ -205,11 +205,11 @@ class PagedBatchKVCache:
         """
         where = "PagedBatchKVCache::prepare"
         del right_padding
-        if left_padding is not None and any(_as_list(left_padding)):
+        if left_padding is not None and any(as_list(left_padding)):
             raise ValueError(f"[{where}] left_padding must be zeros, got {left_padding!r}")
         if lengths is None:
             return
-        counts = [checked_int(where, "lengths", length, 0) for length in _as_list(lengths)]
+        counts = [checked_int(where, "lengths", length, 0) for length in as_list(lengths)]
         if len(counts) != len(self._rows):
             raise ValueError(f"[{where}] lengths must have {len(self._rows)} items, got {lengths}")
         self._to_come = counts
@@ -366,7 +366,3 @@ def _refuse_unlike(where: str, caches: Sequence[PagedKVCache]) -> None:
     dims = {cache._dims for cache in caches if cache._dims is not None and not cache.empty()}
     if len(dims) > 1:
         raise ValueError(f"[{where}] the caches differ in heads or dims: {sorted(dims)}")
-
-
-def _as_list(values: Any) -> Any:
-    return values.tolist() if isinstance(values, mx.array) else values
