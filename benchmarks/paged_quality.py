@@ -259,7 +259,8 @@ def draw(points: list[Point], picture: Path) -> None:
             )
         axis.set(title=model, xlabel="bytes a token, all layers", xscale="log", yscale="log")
         axis.set_ylabel(f"perplexity above fp32's, % (at least {LEAST})")
-        axis.set_xlim(right=2 * max(point.bytes_a_token for point, _ in placed))
+        held = [point.bytes_a_token for point, _ in placed]
+        axis.set_xlim(0.7 * min(held), 2 * max(held))
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
     figure.tight_layout()
