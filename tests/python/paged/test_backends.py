@@ -39,8 +39,12 @@ def test_a_model_decodes_the_same_tokens_through_every_backend(backend: str) -> 
     if backend == "gather":
         assert answered.kernel == 0
         assert set(answered.fell_back) == {"no kernels that read pages on this device"}
-    else:
+    elif _mlx.default_backend() == "cpu":
         assert answered.kernel > 0
+    else:
+        # On a GPU pages of another device are gathered, and so are the model's numbers of fp32.
+        assert answered.kernel == 0
+        assert answered.fell_back
     pool.check_invariants()
 
 
