@@ -80,6 +80,22 @@ def test_more_key_heads_and_splits_than_the_device_has_processors(cuda: Backend)
     assert oracle.error(answer, right) < cuda.tolerance(pages, mx.float32)
 
 
+@pytest.mark.parametrize("name", ["fp16", "int4"])
+def test_graphs_of_one_shape_at_lengths_that_are_split_otherwise(cuda: Backend, name: str) -> None:
+    """MLX takes the graph of an earlier step again where it looks alike."""
+    pages = replace(PAGES, format=name)
+    queries = pages.queries()
+    for n_tokens in (100, 300, 600, 900, 1200, 2000, 3000, 4000, 5000, 9000, 600, 100, 4000):
+        layer = pages.layer(make_group(cuda.pool(2048)))
+        mx.eval(layer.update_and_fetch(*pages.tokens(n_tokens).next(n_tokens - 1)))
+        fetched = layer.update_and_fetch(*pages.tokens(7).next(1))
+        answer = cuda.attend(pages, queries, fetched, 0.1)
+        mx.eval(answer)
+        mx.eval(queries + 1)  # a node of MLX's own where the kernel was
+        right = oracle.attention(queries, *layer.keys_and_values(), 0.1)
+        assert oracle.error(answer, right) < cuda.tolerance(pages, mx.float32)
+
+
 def test_readers_on_two_streams_see_what_was_there_for_each(cuda: Backend) -> None:
     layer, tokens = PAGES.layer(make_group(cuda.used_pool(PAGES, 900))), PAGES.tokens()
     streams = [mx.new_stream(mx.gpu) for _ in range(2)]
