@@ -8,9 +8,10 @@ from kvpool.memory.block_pool import BlockPoolAllocator, PoolConfig
 from kvpool.mlx_lm import pool_model
 
 NO_MODELS = [None, "smollm2", 5, (object(), object())]
+NAMES = ["None", "name", "int", "pair"]
 
 
-@pytest.mark.parametrize("model", NO_MODELS, ids=repr)
+@pytest.mark.parametrize("model", NO_MODELS, ids=NAMES)
 @pytest.mark.parametrize(
     ("call", "name"),
     [
@@ -28,7 +29,7 @@ def test_it_is_named_with_the_call(call, name, model):
     assert pool.stats.n_allocations == 0
 
 
-@pytest.mark.parametrize("model", NO_MODELS[1:], ids=repr)
+@pytest.mark.parametrize("model", NO_MODELS[1:], ids=NAMES[1:])
 def test_a_file_cannot_be_compared_with_it(tmp_path, model):
     save_prompt_cache(tmp_path / "prompt", [])
     pool = BlockPoolAllocator(PoolConfig(n_blocks=8))
