@@ -4,13 +4,10 @@
 #include <hwy/foreach_target.h>  // IWYU pragma: keep
 //
 #include <hwy/highway.h>
-//
-#include <hwy/contrib/math/math-inl.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 
 #include "decode_rows-inl.h"
 #include "float_lanes-inl.h"
@@ -20,6 +17,7 @@
 #include "paged_codes-inl.h"
 #include "paged_decode.h"
 #include "paged_rows-inl.h"
+#include "paged_weights-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace kvpool::kernels {
@@ -376,67 +374,14 @@ class Decode {
       std::fill(scores + std::max(first, last), scores + plan_.split_width, kHidden);
       if (p_.mask_kind != MaskKind::kNone) {
         const std::int64_t h = split.head * plan_.group + row / p_.n_queries;
-        std::int64_t t = apply_mask(split, h, i, first, last, scores);
-        for (; t < last; ++t) {
+        std::int64_t t =
+            apply_mask(p_, split.sequence, h, i, split.start + first, last - first, scores + first);
+        for (t += first; t < last; ++t) {
           scores[t] = masked(p_, split.sequence, h, i, split.start + t, scores[t]);
         }
       }
-      partial[plan_.rows + row] = exponentiate(scores, partial[row]);
+      partial[plan_.rows + row] = exponentiate(scores, plan_.split_width, partial[row]);
     }
-  }
-
-  /// Applies the mask to whole vectors of the scores first .. last, where it is dense; returns
-  /// where the rest begins.
-  std::int64_t apply_mask(const Split& split, std::int64_t h, std::int64_t i, std::int64_t first,
-                          std::int64_t last, float* scores) const {
-    if (p_.mask_strides[3] != 1) return first;
-    const std::int64_t at = split.sequence * p_.mask_strides[0] + h * p_.mask_strides[1] +
-                            i * p_.mask_strides[2] + split.start + first;
-    const std::int64_t n = (last - first) / kLanes * kLanes;
-    if (p_.mask_kind == MaskKind::kBoolean) {
-      const hn::Rebind<std::uint8_t, D> bytes;
-      const auto* mask = static_cast<const std::uint8_t*>(p_.mask) + at;
-      for (std::int64_t t = 0; t < n; t += kLanes) {
-        const VU seen = hn::PromoteTo(DU(), hn::LoadU(bytes, mask + t));
-        const V score = hn::LoadU(D(), scores + first + t);
-        const auto hidden = hn::RebindMask(D(), hn::Eq(seen, hn::Zero(DU())));
-        hn::StoreU(hn::IfThenElse(hidden, hn::Set(D(), kHidden), score), D(), scores + first + t);
-      }
-    } else {
-      const Format format = p_.mask_kind == MaskKind::kFp16   ? Format::kFp16
-                            : p_.mask_kind == MaskKind::kBf16 ? Format::kBf16
-                                                              : Format::kFp32;
-      with_float_lanes(format, [&](auto kind) HWY_ATTR {
-        using Lanes = decltype(kind);
-        const auto* mask = static_cast<const typename Lanes::Number*>(p_.mask) + at;
-        for (std::int64_t t = 0; t < n; t += kLanes) {
-          const V bias = Lanes::load(D(), mask + t);
-          const V score = hn::Add(hn::LoadU(D(), scores + first + t), bias);
-          const V hidden = hn::Set(D(), kHidden);
-          hn::StoreU(hn::IfThenElse(hn::Eq(bias, hidden), hidden, score), D(), scores + first + t);
-        }
-      });
-    }
-    return first + n;
-  }
-
-  /// Replaces scores by exp(score - largest) and returns their sum; all zeros if all are hidden.
-  HWY_INLINE float exponentiate(float* HWY_RESTRICT scores, float& largest) const {
-    V most = hn::Set(D(), kHidden);
-    for (std::int64_t t = 0; t < plan_.split_width; t += kLanes) {
-      most = hn::Max(most, hn::LoadU(D(), scores + t));
-    }
-    largest = hn::GetLane(hn::MaxOfLanes(D(), most));
-    V sum = hn::Zero(D());
-    const V shift = hn::Set(D(), largest == kHidden ? 0.0f : largest);
-    for (std::int64_t t = 0; t < plan_.split_width; t += kLanes) {
-      const V below = hn::Sub(hn::LoadU(D(), scores + t), shift);
-      // Exp does not keep a NaN.
-      const V weight = hn::IfThenElse(hn::Eq(below, below), hn::Exp(D(), below), below);
-      hn::StoreU(weight, D(), scores + t);
-      sum = hn::Add(sum, weight);
-    }
-    return hn::GetLane(hn::SumOfLanes(D(), sum));
   }
 
   /// sums[row] = weights[row] . values. Meanwhile the keys of `next` are fetched.
