@@ -6,33 +6,15 @@ OPENBLAS_NUM_THREADS=1 python benchmarks/bench_exact_cache.py --cores 0
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
-from harness import OURS, Task, main
+from harness import OURS, Task, main, numpy_attention, repeated
 from kvpool.cache import ExactKVCache
 
 HEAD_DIM = 128
 LENGTHS = (512, 4096, 32768)
 CALLS = 40
-
-
-def cost_of(call: Callable[[], Any], n: int) -> Callable[[], float]:
-    def contestant() -> float:
-        start = time.perf_counter()
-        for _ in range(n):
-            call()
-        return (time.perf_counter() - start) / n
-
-    return contestant
-
-
-def numpy_attention(q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    scores = keys @ q / np.sqrt(HEAD_DIM)
-    scores -= scores.max()
-    weights = np.exp(scores)
-    return weights @ values / weights.sum()
 
 
 def tasks() -> Sequence[Task]:
@@ -53,8 +35,8 @@ def tasks() -> Sequence[Task]:
                     f"attend over {n} tokens, {dtype}",
                     "us",
                     {
-                        OURS: cost_of(lambda cache=cache, q=q: cache.attend(q), CALLS),
-                        "numpy fp32": cost_of(
+                        OURS: repeated(lambda cache=cache, q=q: cache.attend(q), CALLS),
+                        "numpy fp32": repeated(
                             lambda q=q, k=keys, v=values: numpy_attention(q, k, v), CALLS
                         ),
                     },

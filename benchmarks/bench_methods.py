@@ -5,13 +5,13 @@ OPENBLAS_NUM_THREADS=1 python benchmarks/bench_methods.py --cores 0
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 import peer
-from harness import OURS, Task, main
+from harness import OURS, Task, main, numpy_attention, repeated
 from kvpool.cache import METHODS, KVCacheConfig, KVCacheFactory
 
 HEAD_DIM = 128
@@ -27,23 +27,6 @@ ATTEND_US = 40.0
 NUMPY_SHARE = 1 / 2.5
 APPEND_US = {"kivi": 5.0}
 OTHER_APPEND_US = 15.0
-
-
-def repeated(call: Callable[[], Any], n: int) -> Callable[[], float]:
-    def contestant() -> float:
-        start = perf_counter()
-        for _ in range(n):
-            call()
-        return (perf_counter() - start) / n
-
-    return contestant
-
-
-def exact(q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    scores = keys @ q / np.sqrt(HEAD_DIM)
-    scores -= scores.max()
-    weights = np.exp(scores)
-    return weights @ values / weights.sum()
 
 
 class Peer:
@@ -92,7 +75,7 @@ def tasks() -> Sequence[Task]:
         few = filled(method, keys[:FEW], values[:FEW])
         contestants = {
             OURS: repeated(lambda c=few: c.attend(q), CALLS),
-            "numpy exact": repeated(lambda: exact(q, keys[:FEW], values[:FEW]), CALLS),
+            "numpy exact": repeated(lambda: numpy_attention(q, keys[:FEW], values[:FEW]), CALLS),
         }
         if has_peer:
             other = published.cache(method)
@@ -110,7 +93,7 @@ def tasks() -> Sequence[Task]:
                 "us",
                 {
                     OURS: repeated(lambda c=many: c.attend(q), CALLS),
-                    "numpy exact": repeated(lambda: exact(q, keys, values), CALLS),
+                    "numpy exact": repeated(lambda: numpy_attention(q, keys, values), CALLS),
                 },
                 reach=NUMPY_SHARE,
             )

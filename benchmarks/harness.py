@@ -22,7 +22,10 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import perf_counter
 from typing import Any
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = "kvpool"
@@ -130,6 +133,26 @@ def run(tasks: Sequence[Task], repeats: int) -> list[Result]:
         print(".", end="", flush=True, file=sys.stderr)
     print(file=sys.stderr)
     return results
+
+
+def repeated(call: Callable[[], Any], n: int) -> Callable[[], float]:
+    """A contestant: the seconds of one call, by `n` of them."""
+
+    def contestant() -> float:
+        start = perf_counter()
+        for _ in range(n):
+            call()
+        return (perf_counter() - start) / n
+
+    return contestant
+
+
+def numpy_attention(q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Exact attention of one head: `q` [dim], `keys` [n, dim], `values` [n, dim] to [dim]."""
+    scores = keys @ q / np.sqrt(len(q))
+    scores -= scores.max()
+    weights = np.exp(scores)
+    return weights @ values / weights.sum()
 
 
 def in_subprocess(code: str, *, path: Sequence[str | Path] = ()) -> float:
