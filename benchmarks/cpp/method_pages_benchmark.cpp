@@ -2,12 +2,11 @@
 // q heads, 8 kv heads, 128 dims, blocks of 32 tokens, 2 bits.
 #include <benchmark/benchmark.h>
 
-#include <cmath>
 #include <cstdint>
-#include <random>
 #include <string>
 #include <vector>
 
+#include "attended_pages.h"
 #include "kvpool/base/aligned_buffer.h"
 #include "kvpool/cache/attend_pages.h"
 #include "kvpool/cache/method_formats.h"
@@ -20,18 +19,12 @@
 namespace kvpool::cache {
 namespace {
 
-constexpr std::int64_t kQHeads = 32;
-constexpr std::int64_t kKvHeads = 8;
-constexpr std::int64_t kDim = 128;
-constexpr std::int64_t kBlock = 32;
+using benchmarks::kDim;
+using benchmarks::kKvHeads;
+using benchmarks::kQHeads;
+using benchmarks::normal;
 
-std::vector<float> normal(std::int64_t n) {
-  std::mt19937 random(7);
-  std::normal_distribution<float> distribution;
-  std::vector<float> numbers(static_cast<std::size_t>(n));
-  for (float& number : numbers) number = distribution(random);
-  return numbers;
-}
+constexpr std::int64_t kBlock = 32;
 
 PagedLayerSpec spec_of(const std::string& method) {
   PagedLayerSpec spec{kKvHeads, kDim, kDim, {}, {}, 0};
@@ -61,21 +54,12 @@ void attend(benchmark::State& state, const std::string& method) {
   std::vector<float> output(queries.size());
   const std::int32_t indptr[] = {0, static_cast<std::int32_t>(view->n_pages())};
   const auto last_page_len = static_cast<std::int32_t>(view->last_page_len());
-  kernels::PagedAttentionParams p;
-  p.queries = queries.data();
+  kernels::PagedAttentionParams p =
+      benchmarks::causal_attention(formats::Format::kFp32, queries, output, n_queries);
   p.keys = {view->keys().pages.data(), view->n_pages(), view->keys().layout->shape()};
   p.values = {view->values().pages.data(), view->n_pages(), view->values().layout->shape()};
-  p.batch = 1;
-  p.n_q_heads = kQHeads;
-  p.n_queries = n_queries;
   p.indptr = indptr;
   p.last_page_len = &last_page_len;
-  p.scale = 1 / std::sqrt(static_cast<float>(kDim));
-  p.causal = true;
-  p.output = output.data();
-  const std::int64_t strides[] = {kQHeads * n_queries * kDim, n_queries * kDim, kDim};
-  std::copy_n(strides, 3, p.q_strides);
-  std::copy_n(strides, 3, p.out_strides);
   const StreamLayout& keys = *view->keys().layout;
   const StreamLayout& values = *view->values().layout;
   AlignedBuffer scratch(attend_pages_scratch_bytes(p, keys, values, workers.n_threads()));

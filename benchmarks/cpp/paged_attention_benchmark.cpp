@@ -8,13 +8,13 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <numeric>
 #include <random>
 #include <string>
 #include <vector>
 
+#include "attended_pages.h"
 #include "kvpool/formats/page_layout.h"
 #include "kvpool/kernels/paged_attention.h"
 #include "kvpool/kernels/worker_pool.h"
@@ -22,12 +22,12 @@
 namespace kvpool::kernels {
 namespace {
 
+using benchmarks::kDim;
+using benchmarks::kKvHeads;
+using benchmarks::kQHeads;
 using formats::Format;
 using formats::PageLayout;
 
-constexpr std::int64_t kQueryHeads = 32;
-constexpr std::int64_t kHeads = 8;
-constexpr std::int64_t kDim = 128;
 constexpr std::int64_t kBlockSize = 16;
 constexpr std::int64_t kWorkingSet = std::int64_t{512} << 20;
 constexpr std::int64_t kHugePage = std::int64_t{2} << 20;
@@ -61,41 +61,24 @@ class HugeBuffer {
 class Layers {
  public:
   Layers(Format format, std::int64_t n_tokens)
-      : layout_{format, {kHeads, kBlockSize, kDim}},
+      : layout_{format, {kKvHeads, kBlockSize, kDim}},
         n_pages_(static_cast<std::int32_t>((n_tokens + kBlockSize - 1) / kBlockSize)),
         n_layers_(std::max<std::int64_t>(1, kWorkingSet / (2 * n_pages_ * layout_.page_bytes()))),
         memory_(2 * n_layers_ * n_pages_ * layout_.page_bytes()),
         indptr_{0, n_pages_},
         last_page_len_(static_cast<std::int32_t>((n_tokens - 1) % kBlockSize + 1)),
-        queries_(static_cast<std::size_t>(kQueryHeads * kDim), 0x2e66),  // 0.1
-        output_(queries_.size()) {
-    fill();
-    std::vector<std::int64_t> slots(static_cast<std::size_t>(2 * n_layers_ * n_pages_));
-    std::iota(slots.begin(), slots.end(), 0);
-    std::ranges::shuffle(slots, std::mt19937(1));
-    for (const std::int64_t slot : slots) {
-      pages_.push_back({memory_.data() + slot * layout_.page_bytes(), format});
-    }
+        queries_(static_cast<std::size_t>(kQHeads * kDim), 0x2e66),  // 0.1
+        output_(queries_.size()),
+        pages_(benchmarks::fill_pages(layout_, memory_.data(), 2 * n_layers_ * n_pages_)) {
+    std::ranges::shuffle(pages_, std::mt19937(1));
   }
 
   PagedAttentionParams params(std::int64_t layer) {
-    PagedAttentionParams p;
-    p.queries = queries_.data();
-    p.query_format = Format::kFp16;
+    PagedAttentionParams p = benchmarks::causal_attention(Format::kFp16, queries_, output_, 1);
     p.keys = {pages_.data() + 2 * layer * n_pages_, n_pages_, layout_.shape};
     p.values = {pages_.data() + (2 * layer + 1) * n_pages_, n_pages_, layout_.shape};
-    p.batch = 1;
-    p.n_q_heads = kQueryHeads;
-    p.n_queries = 1;
     p.indptr = indptr_;
     p.last_page_len = &last_page_len_;
-    p.scale = 0.088f;
-    p.causal = true;
-    p.output = output_.data();
-    for (std::int64_t* strides : {p.q_strides, p.out_strides}) {
-      strides[0] = kQueryHeads * kDim;
-      strides[1] = strides[2] = kDim;
-    }
     return p;
   }
 
@@ -108,20 +91,6 @@ class Layers {
   std::int64_t page_bytes() const { return layout_.page_bytes(); }
 
  private:
-  void fill() {
-    std::mt19937 random(7);
-    std::normal_distribution<float> normal;
-    std::vector<std::byte> page(static_cast<std::size_t>(layout_.page_bytes()));
-    std::vector<float> rows(static_cast<std::size_t>(kBlockSize * kDim));
-    for (std::int64_t h = 0; h < kHeads; ++h) {
-      for (float& number : rows) number = normal(random);
-      formats::encode_tokens(layout_, page.data(), h, 0, kBlockSize, rows.data(), kDim);
-    }
-    for (std::int64_t i = 0; i < 2 * n_layers_ * n_pages_; ++i) {
-      std::memcpy(memory_.data() + i * layout_.page_bytes(), page.data(), page.size());
-    }
-  }
-
   PageLayout layout_;
   std::int32_t n_pages_;
   std::int64_t n_layers_;

@@ -2,12 +2,11 @@
 // number of threads: 32 q heads, 8 kv heads, 128 dims.
 #include <benchmark/benchmark.h>
 
-#include <cmath>
 #include <cstdint>
-#include <random>
 #include <string>
 #include <vector>
 
+#include "attended_pages.h"
 #include "kvpool/base/aligned_buffer.h"
 #include "kvpool/formats/page_layout.h"
 #include "kvpool/kernels/paged_attention.h"
@@ -16,19 +15,13 @@
 namespace kvpool::kernels {
 namespace {
 
-constexpr std::int64_t kQHeads = 32;
-constexpr std::int64_t kKvHeads = 8;
-constexpr std::int64_t kDim = 128;
+using benchmarks::kDim;
+using benchmarks::kKvHeads;
+using benchmarks::kQHeads;
+using benchmarks::normal;
+
 constexpr std::int64_t kBlock = 16;
 constexpr std::int64_t kQueries = 512;
-
-std::vector<float> normal(std::int64_t n) {
-  std::mt19937 random(7);
-  std::normal_distribution<float> distribution;
-  std::vector<float> numbers(static_cast<std::size_t>(n));
-  for (float& number : numbers) number = distribution(random);
-  return numbers;
-}
 
 void prefill(benchmark::State& state, const PagedAttentionKernel& kernel, formats::Format format) {
   const std::int64_t n_tokens = state.range(0);
@@ -36,37 +29,18 @@ void prefill(benchmark::State& state, const PagedAttentionKernel& kernel, format
   const formats::PageLayout layout{format, {kKvHeads, kBlock, kDim}};
   const std::int64_t n_pages = n_tokens / kBlock;
   AlignedBuffer bytes(static_cast<std::size_t>(2 * n_pages * layout.page_bytes()));
-  const std::vector<float> rows = normal(kBlock * kDim);
-  std::vector<PageRef> pages;
-  for (std::int64_t page = 0; page < 2 * n_pages; ++page) {
-    std::byte* data = bytes.data() + page * layout.page_bytes();
-    for (std::int64_t h = 0; h < kKvHeads; ++h) {
-      formats::encode_tokens(layout, data, h, 0, kBlock, rows.data(), kDim);
-    }
-    pages.push_back({data, format});
-  }
+  const std::vector<PageRef> pages = benchmarks::fill_pages(layout, bytes.data(), 2 * n_pages);
   const std::vector<float> queries = normal(kQHeads * kQueries * kDim);
   std::vector<float> output(queries.size());
   const std::int32_t indptr[] = {0, static_cast<std::int32_t>(n_pages)};
   const std::int32_t last_page_len[] = {kBlock};
 
-  PagedAttentionParams p;
-  p.queries = queries.data();
+  PagedAttentionParams p =
+      benchmarks::causal_attention(formats::Format::kFp32, queries, output, kQueries);
   p.keys = {pages.data(), n_pages, layout.shape};
   p.values = {pages.data() + n_pages, n_pages, layout.shape};
-  p.batch = 1;
-  p.n_q_heads = kQHeads;
-  p.n_queries = kQueries;
   p.indptr = indptr;
   p.last_page_len = last_page_len;
-  p.scale = 1.0f / std::sqrt(static_cast<float>(kDim));
-  p.causal = true;
-  p.output = output.data();
-  for (auto* strides : {&p.q_strides, &p.out_strides}) {
-    (*strides)[0] = kQHeads * kQueries * kDim;
-    (*strides)[1] = kQueries * kDim;
-    (*strides)[2] = kDim;
-  }
   AlignedBuffer scratch(kernel.scratch_bytes(p, workers.n_threads()));
   for (auto _ : state) {
     kernel.run(p, scratch.data(), &workers);
