@@ -150,7 +150,7 @@ std::int64_t LayerLease::trim(std::int64_t n_tokens) {
   LeaseGroup& group = *group_;
   if (!layer_->growth.is_trimmable(layer_->now)) return 0;
   group.close_step();
-  LeaseGroup::TrimRound& round = group.trim_round_;
+  TrimRound& round = group.trim_round_;
   if (round.asked != n_tokens || layer_->trimmed) {
     round = {n_tokens, n_tokens};
     for (const auto& layer : group.layers_) {

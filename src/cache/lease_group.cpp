@@ -1,7 +1,7 @@
 #include "kvpool/cache/lease_group.h"
 
 #include <algorithm>
-#include <string>
+#include <iterator>
 #include <utility>
 
 #include "kvpool/base/error.h"
@@ -31,10 +31,7 @@ std::int64_t LeaseGroup::n_blocks() const {
 bool LeaseGroup::torn() const noexcept {
   if (!in_step_) return false;
   if (writing_ != nullptr) return true;
-  const auto moved = [](const auto& layer) { return layer->moved; };
-  const auto first_still = std::ranges::find_if_not(layers_, moved);
-  return first_still != layers_.begin() && std::none_of(first_still, layers_.end(), moved) &&
-         first_still != layers_.end();
+  return stopped_half_way(layers_, [](const auto& layer) { return layer->moved; });
 }
 
 // Whether the step is seen to be torn when `layer` starts to move.
@@ -98,18 +95,11 @@ bool LeaseGroup::has_room_for(std::int64_t pairs) const {
 
 void LeaseGroup::throw_exhausted(const core::Shortage& shortage, std::int64_t batch,
                                  std::int64_t n_tokens) const {
-  std::int64_t fits = 0;
-  std::int64_t too_many = n_tokens;
-  while (too_many - fits > 1) {
-    const std::int64_t middle = fits + (too_many - fits) / 2;
-    const bool fit = has_room_for(pairs_needed_tightened(batch, middle));
-    (fit ? fits : too_many) = middle;
-  }
-  throw StepExhausted(
-      shortage.message("PoolBackedKVCache::update_and_fetch") + " for " + std::to_string(n_tokens) +
-          " tokens in " + std::to_string(layers_.size()) +
-          (layers_.size() == 1 ? " layer; " : " layers; ") + std::to_string(fits) + " tokens fit",
-      shortage, fits);
+  const std::int64_t fitting = tokens_that_fit(
+      n_tokens, [&](std::int64_t n) { return has_room_for(pairs_needed_tightened(batch, n)); });
+  throw StepExhausted(step_message(shortage.message("PoolBackedKVCache::update_and_fetch"),
+                                   n_tokens, std::ssize(layers_), fitting),
+                      shortage, fitting);
 }
 
 void LeaseGroup::plan_step(std::int64_t batch, std::int64_t n_tokens) {

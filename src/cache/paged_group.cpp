@@ -1,6 +1,7 @@
 #include "kvpool/cache/paged_group.h"
 
 #include <algorithm>
+#include <iterator>
 #include <mutex>
 
 #include "group_registry.h"
@@ -89,10 +90,7 @@ void PagedGroup::give_up_pins_if_lost() noexcept {
 
 bool PagedGroup::torn() const noexcept {
   if (!in_step_) return false;
-  const auto moved = [](const PagedLayer* layer) { return layer->moved_; };
-  const auto first_still = std::ranges::find_if_not(layers_, moved);
-  return first_still != layers_.begin() && first_still != layers_.end() &&
-         std::none_of(first_still, layers_.end(), moved);
+  return stopped_half_way(layers_, [](const PagedLayer* layer) { return layer->moved_; });
 }
 
 void PagedGroup::Demand::add_slots(std::int64_t page_bytes, std::int64_t n) {
@@ -124,36 +122,21 @@ bool PagedGroup::fits(std::int64_t n_tokens) const {
   return need.pairs == 0 || StepReservation::has_room(pool_->blocks(), owner_, need.pairs);
 }
 
-std::int64_t PagedGroup::tokens_that_fit(std::int64_t n_tokens) {
-  std::int64_t fitting = 0;
-  std::int64_t too_many = n_tokens;
-  while (too_many - fitting > 1) {
-    const std::int64_t middle = fitting + (too_many - fitting) / 2;
-    (fits(middle) ? fitting : too_many) = middle;
-  }
-  return fitting;
-}
-
-std::string PagedGroup::step_message(std::string why, std::int64_t n_tokens,
-                                     std::int64_t fitting) const {
-  const auto counted = [](std::int64_t n, const char* what) {
-    return std::to_string(n) + " " + what + (n == 1 ? "" : "s");
-  };
-  return std::move(why) + " for " + counted(n_tokens, "token") + " in " +
-         counted(static_cast<std::int64_t>(layers_.size()), "layer") + "; " +
-         counted(fitting, "token") + (fitting == 1 ? " fits" : " fit");
+std::int64_t PagedGroup::less_that_fits(std::int64_t n_tokens) const {
+  return tokens_that_fit(n_tokens, [&](std::int64_t n) { return fits(n); });
 }
 
 void PagedGroup::throw_exhausted(const core::Shortage& shortage, std::int64_t n_tokens) {
-  const std::int64_t fitting = tokens_that_fit(n_tokens);
-  throw StepExhausted(step_message(shortage.message(kCall), n_tokens, fitting), shortage, fitting);
+  const std::int64_t fitting = less_that_fits(n_tokens);
+  throw StepExhausted(step_message(shortage.message(kCall), n_tokens, std::ssize(layers_), fitting),
+                      shortage, fitting);
 }
 
 void PagedGroup::throw_exhausted(const storage::ByteShortage& shortage, std::int64_t n_tokens) {
-  const std::int64_t fitting = tokens_that_fit(n_tokens);
-  throw StepExhausted(
-      step_message(std::string("[") + kCall + "] " + shortage.message(), n_tokens, fitting),
-      shortage, owner_, fitting);
+  const std::int64_t fitting = less_that_fits(n_tokens);
+  throw StepExhausted(step_message(std::string("[") + kCall + "] " + shortage.message(), n_tokens,
+                                   std::ssize(layers_), fitting),
+                      shortage, owner_, fitting);
 }
 
 void PagedGroup::make_room_behind_windows(std::int64_t n_tokens) {

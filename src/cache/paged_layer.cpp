@@ -423,7 +423,7 @@ std::int64_t PagedLayer::trim(std::int64_t n_tokens) {
   if (window_closed()) return 0;
   verify();
   group.close_step();
-  PagedGroup::TrimRound& round = group.trim_round_;
+  TrimRound& round = group.trim_round_;
   if (round.asked != n_tokens || trimmed_) {
     round = {n_tokens, n_tokens};
     for (PagedLayer* layer : group.layers_) {

@@ -7,6 +7,7 @@
 
 #include "kvpool/base/ids.h"
 #include "kvpool/cache/buffer_growth.h"
+#include "kvpool/cache/group_step.h"
 #include "kvpool/cache/step_reservation.h"
 #include "kvpool/cache/token_lease.h"
 #include "kvpool/core/block_pool_allocator.h"
@@ -76,12 +77,6 @@ class LeaseGroup {
     BufferShape before;
     bool moved = false;
     bool trimmed = false;
-  };
-
-  /// Trims by one amount, one a layer: all drop what the shortest layer can.
-  struct TrimRound {
-    std::int64_t asked = -1;
-    std::int64_t granted = 0;
   };
 
   // All below: with mutex_ held.

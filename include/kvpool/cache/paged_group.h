@@ -11,6 +11,7 @@
 #include "kvpool/base/adaptive_lock.h"
 #include "kvpool/base/fork_guard.h"
 #include "kvpool/base/ids.h"
+#include "kvpool/cache/group_step.h"
 #include "kvpool/cache/paged_pool.h"
 #include "kvpool/cache/step_reservation.h"
 #include "kvpool/cache/stream_format.h"
@@ -73,11 +74,6 @@ class PagedGroup : public std::enable_shared_from_this<PagedGroup> {
   friend class GroupRegistry;
   friend class PagedLayer;
 
-  /// Trims by one amount, one a layer: all drop what the shortest layer can.
-  struct TrimRound {
-    std::int64_t asked = -1;
-    std::int64_t granted = 0;
-  };
   /// Slots of one size that were taken for layers of this step which have not moved yet.
   struct Purse {
     std::int64_t page_bytes = 0;
@@ -114,8 +110,7 @@ class PagedGroup : public std::enable_shared_from_this<PagedGroup> {
                                                                 std::span<storage::SlotRef> out);
   [[noreturn]] void throw_exhausted(const core::Shortage& shortage, std::int64_t n_tokens);
   [[noreturn]] void throw_exhausted(const storage::ByteShortage& shortage, std::int64_t n_tokens);
-  std::string step_message(std::string why, std::int64_t n_tokens, std::int64_t fitting) const;
-  std::int64_t tokens_that_fit(std::int64_t n_tokens);
+  std::int64_t less_that_fits(std::int64_t n_tokens) const;
 
   const std::shared_ptr<PagedPool> pool_;
   const OwnerId owner_;
