@@ -211,7 +211,8 @@ def test_list_and_path(spec, capsys):
     assert capsys.readouterr().out == f"{models.model_path(spec)}\n"
     assert main(["model", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
+    size = spec.download_bytes / 1e3
     assert lines[-1] == (
-        f"tiny: A model of two parts; none; download 0.0 MB; {models.model_path(spec)}"
+        f"tiny: A model of two parts; none; download {size:.1f} kB; {models.model_path(spec)}"
     )
     assert lines[1].endswith("; Gemma Terms of Use; download 238.2 MB; not fetched")
