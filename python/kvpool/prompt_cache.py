@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from kvpool.memory.block_pool import BlockPoolAllocator
 from kvpool.mlx_lm.caches import PoolBackedRotatingKVCache, attach_caches
 from kvpool.mlx_lm.caches._arguments import checked_int, checked_owner, checked_pool
 from kvpool.mlx_lm.caches._layer import PooledLayerCache
-from kvpool.mlx_lm.caches.build import attachable_among, own_caches
+from kvpool.mlx_lm.caches.build import attachable_among, layers_among, own_caches
 from kvpool.mlx_lm.caches.quantized_kv_cache import warn_of_cuda
 
 __all__ = ["PromptCacheError", "load_prompt_cache", "save_prompt_cache"]
@@ -124,7 +124,7 @@ def load_prompt_cache(
         )
     if model is not None:
         _refuse_other_model(where, caches, model)
-    if any(isinstance(cache, stock.QuantizedKVCache) for cache in _flat(caches)):
+    if any(isinstance(cache, stock.QuantizedKVCache) for cache in layers_among(caches)):
         warn_of_cuda()
     for layer in attachable_among(caches):
         layer._step = step
@@ -162,14 +162,6 @@ def _decoded(record: dict[str, Any], arrays: Mapping[str, mx.array]) -> Any:
         return cls(*(_decoded(inner, arrays) for inner in record["caches"]))
     make = getattr(cls, "_from_saved", cls.from_state)
     return make(_prompt_file.decode(record["state"], arrays))
-
-
-def _flat(caches: Iterable[Any]) -> Iterator[Any]:
-    for cache in caches:
-        if isinstance(cache, stock.CacheList):
-            yield from _flat(cache.caches)
-        else:
-            yield cache
 
 
 def _loadable(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -114,15 +114,18 @@ def rewind_step(caches: Iterable[Any]) -> int:
     return before - layers[0]._lease.offset
 
 
+def layers_among(caches: Iterable[Any]) -> Iterator[Any]:
+    """The caches of a prompt cache, those in lists of caches (mlx-lm's ``CacheList``) included."""
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            yield from layers_among(cache.caches)
+        else:
+            yield cache
+
+
 def attachable_among(caches: Iterable[Any]) -> list[Any]:
     """The pooled and the paged caches of a prompt cache, those in lists of caches included."""
-    found: list[Any] = []
-    for cache in caches:
-        if isinstance(cache, RequestCache):
-            found.append(cache)
-        elif isinstance(cache, CacheList):
-            found += attachable_among(cache.caches)
-    return found
+    return [cache for cache in layers_among(caches) if isinstance(cache, RequestCache)]
 
 
 def own_caches(model: Any, where: str) -> list[Any]:
